@@ -6,8 +6,11 @@ stage has several if it has virtual stages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fxpart.cluster.link_index import LinkIndex
 from fxpart.errors import error
 from fxpart.schedule.action import Schedule, StageEdge
 from fxpart.schedule.make import make
@@ -15,6 +18,7 @@ from fxpart.schedule.plan_actions import parse_plan_actions
 from fxpart.schedule.spec import FOUND, find_built, list_built
 
 if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster
     from fxpart.plan.model import Plan
 
 
@@ -25,7 +29,34 @@ def stage_of(plan: Plan) -> tuple[int, ...]:
 
 def edges_of(plan: Plan) -> tuple[StageEdge, ...]:
     """Return the edges between the program's stages, for schedules."""
-    return tuple(StageEdge(a, b, gradient) for a, b, gradient in plan.stage_edges)
+    edges = tuple(StageEdge(a, b, gradient) for a, b, gradient in plan.stage_edges)
+    devices = [[plan.device(r).name for r in plan.stages[k].ranks] for k in stage_of(plan)]
+    return with_directions(edges, plan.cluster, devices)
+
+
+def with_directions(
+    edges: Sequence[StageEdge], cluster: Cluster, devices: Sequence[Sequence[str]]
+) -> tuple[StageEdge, ...]:
+    """Return the edges with the parts of their transfer time that each direction takes.
+
+    devices: the names of the devices of each stage. The parts are those of the seconds per byte on
+    the slowest pair of links. Raises FXP403 where two devices have no link.
+    """
+    rates = {(link.source, link.target): link.bandwidth for link in cluster.links}
+    if all(rates.get((target, source)) == rate for (source, target), rate in rates.items()):
+        return tuple(edges)
+    links = LinkIndex(cluster)
+    found = []
+    for edge in edges:
+        pairs = {
+            (links.group(a), links.group(b)): (links(a, b), links(b, a))
+            for a, b in zip(devices[edge.source], devices[edge.target], strict=False)
+            if a != b
+        }
+        speeds = [(1 / there.bandwidth, 1 / back.bandwidth) for there, back in pairs.values()]
+        there, back = max(speeds, key=sum, default=(1.0, 1.0))
+        found.append(edge if there == back else replace(edge, outward=there / (there + back)))
+    return tuple(found)
 
 
 def plan_schedule(plan: Plan, name: str | None = None, microbatches: int | None = None) -> Schedule:

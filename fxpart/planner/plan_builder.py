@@ -28,6 +28,7 @@ from fxpart.plan.model import (
 )
 from fxpart.plan.precision import precision_of, transfer_dtype_of
 from fxpart.plan.prediction import HostLoad, StepParts, step_parts
+from fxpart.plan.schedule import with_directions
 from fxpart.planner.prediction.descriptions import explain_rejection, label
 from fxpart.planner.prediction.step_simulation import simulate_step
 from fxpart.pricing.stage_parallelism import GradientReductionTimes
@@ -92,12 +93,12 @@ def make_plan(
     choice = solution.choice
     assert choice is not None, "a plan needs a choice"
     evaluation = (made and made.evaluation) or evaluate(problem, choice)
-    edges = edges_of(spec)
     mesh = Mesh() if shared is None else shared.mesh
     axes = {"data": 1, "tensor": 1} if shared is None else dict(mesh.axes)
     count = len(choice.starts) * mesh.size
     used_devices = tuple(order[:count]) or tuple(range(count))
     ranks = _ranks_of(used_devices, mesh.size)
+    edges = with_directions(edges_of(spec), cluster, _names(cluster, used_devices, mesh.size))
     rows = tuple(
         rank_prediction(k, ranks[k], cost, shared, problem)
         for k, cost in enumerate(evaluation.stages)
@@ -159,6 +160,12 @@ def _stages(
         )
         for k, cost in enumerate(evaluation.stages)
     )
+
+
+def _names(cluster: Cluster, devices: Sequence[int], width: int) -> list[list[str]]:
+    """Return the names of the devices of each stage."""
+    names = [cluster.devices[device].name for device in devices]
+    return [names[first : first + width] for first in range(0, len(names), width)]
 
 
 def _ranks_of(devices: Sequence[int], width: int) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from fxpart.errors import FxpartError, error
@@ -181,9 +181,11 @@ class Schedule:
 class StageEdge:
     """Dependency of stage ``target`` on stage ``source`` (source < target) for each microbatch.
 
-    backward: whether a gradient is sent back along the edge.
+    backward: whether a gradient is sent back along the edge. outward: the part of the time of both
+    transfers that the value takes, for simulations; half where the links there and back are equal.
     """
 
     source: int
     target: int
     backward: bool = True
+    outward: float = field(default=0.5, compare=False)

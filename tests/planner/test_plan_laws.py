@@ -11,6 +11,7 @@ from torch import nn
 
 import fxpart
 from fxpart import Cluster, Device, FxpartError, Link, Plan, Program
+from fxpart.planner.prediction.plan_timeline import plan_timeline
 
 ROWS, WIDTH, CLASSES = 12, 96, 24
 EXACT = 1 + 1e-9
@@ -125,15 +126,18 @@ def test_more_memory_is_never_slower() -> None:
 
 def test_both_directions_of_a_link_are_priced() -> None:
     sent = ROWS * CLASSES * 4 / 1e5  # the smallest value at a cut, of all rows, or its gradient
-    times = []
+    times, simulated = [], []
     for rates in ((1e5, 1e11), (1e11, 1e5)):
         links = tuple(
             Link(source=a, target=b, latency=1e-6, bandwidth=rate)
             for (a, b), rate in zip((("d0", "d1"), ("d1", "d0")), rates, strict=True)
         )
         where = Cluster(name="uneven", devices=devices(2), links=links)
-        times.append(seconds(planned(where, 4, stages=2, mesh="none")))
-    assert min(times) >= sent
+        plan = planned(where, 4, stages=2, mesh="none")
+        times.append(seconds(plan))
+        simulated.append(plan.prediction.simulated_seconds)
+        assert plan_timeline(plan).step_seconds == pytest.approx(simulated[-1], rel=1e-9)
+    assert min(*times, *simulated) >= sent
     assert times[0] == pytest.approx(times[1], rel=1e-9)  # a gradient is as large as its value
 
 

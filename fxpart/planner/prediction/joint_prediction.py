@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fxpart.plan.prediction import HostLoad, PeakMemory, Prediction, RankPrediction
+from fxpart.plan.schedule import with_directions
 from fxpart.planner.prediction.step_simulation import simulate_step
 from fxpart.schedule.action import StageEdge
 from fxpart.solver.joint.objective import JointEvaluation, JointStage
 from fxpart.solver.joint.problem import JointChoice, JointProblem
+
+if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster
 
 
 def entries(
@@ -77,15 +82,21 @@ def predict(
     ranks: Sequence[tuple[int, ...]],
     given: Sequence[tuple[int, int, bool]],
     hosts: Sequence[HostLoad] = (),
+    *,
+    cluster: Cluster,
+    devices: Sequence[Sequence[int]],
 ) -> Prediction:
     """Return the closed form, and the simulated schedule with overlapped transfers.
 
     given: the plan's edges. hosts: contention of shared hosts, see :mod:`fxpart.plan.contention`.
+    devices: by stage, indices into the cluster's. Virtual stages are in loops, as interleaved.
     """
     rows = entries(evaluation, ranks)
     links = [StageEdge(a, b, back) for a, b, back in given] or [
         StageEdge(k, k + 1) for k in range(len(rows) - 1)
     ]
+    names = [[cluster.devices[device].name for device in stage] for stage in devices]
+    links = list(with_directions(links, cluster, names * choice.virtual))
     found = simulate_step(
         choice.schedule, choice.microbatches, links, rows, hosts, evaluation.seconds
     )
