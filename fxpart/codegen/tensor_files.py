@@ -74,6 +74,7 @@ class TensorFiles:
             raise _fault(path, "the folder contains no .safetensors file")
         self._entries: dict[str, _TensorFileEntry] = {}
         self._open: dict[Path, BinaryIO] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         for file in files:
             try:
                 found = _header(file)
@@ -126,17 +127,29 @@ class TensorFiles:
         step = max(1, _CHUNK // (row * entry.dtype.itemsize))
         for at in range(first, last, step):
             count = min(step, last - at)
-            rows = self._rows(entry, at * row, count * row, (count, *entry.shape[1:]))
+            rows = self._chunk(count * row * entry.dtype.itemsize).view(entry.dtype)
+            self._read(entry, at * row, rows)
+            rows = rows.view(count, *entry.shape[1:])
             result[at - first : at - first + count] = rows[(slice(None), *slices[1:])]
         return result
+
+    def _chunk(self, size: int) -> torch.Tensor:
+        """Return memory for a chunk. One serves all tensors: freed ones leave holes in the heap."""
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        return self._buffer[:size]
 
     def _rows(
         self, entry: _TensorFileEntry, start: int, count: int, shape: tuple[int, ...]
     ) -> torch.Tensor:
         """Return ``count`` elements, beginning with element ``start``."""
         tensor = torch.empty(shape, dtype=entry.dtype)
-        if not count:
-            return tensor
+        if count:
+            self._read(entry, start, tensor)
+        return tensor
+
+    def _read(self, entry: _TensorFileEntry, start: int, tensor: torch.Tensor) -> None:
+        """Fill a contiguous tensor with the elements from ``start`` on."""
         size = entry.dtype.itemsize
         raw: Any = tensor.reshape(-1).view(torch.uint8).numpy()
         buffer = memoryview(raw)
@@ -153,7 +166,6 @@ class TensorFiles:
                 done += got
         except OSError as cause:
             raise _fault(entry.file, f"it cannot be read: {cause}") from cause
-        return tensor
 
 
 def _index(path: Path) -> dict[str, str]:

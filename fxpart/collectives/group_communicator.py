@@ -19,10 +19,9 @@ caller has connected it: one copy instead of several through sockets, and no oth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from itertools import combinations
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,6 @@ from fxpart.collectives.communicator import (
     Communicator,
     CompletedCollective,
     Size,
-    members,
 )
 from fxpart.collectives.failures import (
     ALL,
@@ -42,11 +40,10 @@ from fxpart.collectives.failures import (
     TransferTimeoutError,
     waiting,
 )
-from fxpart.compat import foreach_add_, share_cores
+from fxpart.collectives.mesh_groups import Groups, make_groups
+from fxpart.compat import foreach_add_
 from fxpart.errors import error
 from fxpart.sharding import Mesh
-
-Groups: TypeAlias = dict[int, dict[tuple[int, ...], Any]]  # torch's groups by stage and mesh ranks
 
 _SMALL = 1 << 16  # maximum bytes for an all-reduce by direct exchange
 _FEW = 8  # maximum ranks for it
@@ -390,62 +387,3 @@ def _total(parts: list[torch.Tensor], place: int, op: str, reuse: bool) -> torch
         for part in parts[2:]:
             add(total, part, out=total)
         return total
-
-
-def make_groups(
-    mesh: Mesh,
-    ranks: Sequence[Sequence[int]],
-    timeout: float,
-    axes: Collection[tuple[str, ...]] | None = None,
-) -> Groups:
-    """Return torch's groups of this rank by stage and mesh ranks; a collective call.
-
-    ranks: of each stage and mesh rank. axes: the sets of axes to create groups for, by default all.
-    """
-    limit, rank = timedelta(seconds=timeout), dist.get_rank()
-    found: Groups = {}
-    for stage, row in enumerate(ranks):
-        for mesh_ranks in list_groups(mesh, axes):
-            here = [row[mesh_rank] for mesh_rank in mesh_ranks]
-            made = _new_group(here, limit)
-            if rank in here:
-                found.setdefault(stage, {})[mesh_ranks] = made
-    share_cores()
-    return found
-
-
-def connect_groups(groups: Groups, device: torch.device) -> None:
-    """Create the communicators of groups on a device, in the order of their creation.
-
-    NCCL creates a communicator at its first collective and blocks the host until all its ranks do
-    so. Ranks that meet first at a transfer or at a collective of another group would then hang.
-    """
-    if device.type == "cpu":
-        return
-    for stage in sorted(groups):
-        for group in groups[stage].values():
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
-    torch.cuda.synchronize(device)
-
-
-def _new_group(ranks: list[int], limit: timedelta) -> Any:
-    """Return torch's group of these ranks in this order; torch sorts ranks by default."""
-    if ranks == sorted(ranks):
-        return dist.new_group(ranks, timeout=limit)
-    return dist.new_group(ranks, timeout=limit, sort_ranks=False)
-
-
-def list_groups(
-    mesh: Mesh, axes: Collection[tuple[str, ...]] | None = None
-) -> list[tuple[int, ...]]:
-    """Return the mesh ranks of every group of every set of axes, in one order on all ranks."""
-    found: dict[tuple[int, ...], None] = {}
-    names = [name for name, size in mesh.axes if size > 1]
-    if axes is None:
-        wanted = [c for count in range(1, len(names) + 1) for c in combinations(names, count)]
-    else:
-        wanted = sorted({tuple(name for name in names if name in each) for each in axes})
-    for each in filter(None, wanted):
-        for mesh_rank in range(mesh.size):
-            found[members(mesh, mesh_rank, each)] = None
-    return list(found)

@@ -34,14 +34,15 @@ def cross_entropy_rows(
     if reduction != MEAN:
         found: torch.Tensor = op(logits, target, weight, reduction, ignore_index, label_smoothing)
         return found
-    if not target.is_floating_point():
-        counted = _start_count(mesh, axes, target, weight, ignore_index, logits.dtype)
-    total: torch.Tensor = op(logits, target, weight, SUM, ignore_index, label_smoothing)
+    total: torch.Tensor
     if target.is_floating_point():  # class probabilities: every row counts
+        total = op(logits, target, weight, SUM, ignore_index, label_smoothing)
         rows: Size = size
         for length in logits.shape[2:]:
             rows = rows * length
         return total / rows
+    counted = _start_count(mesh, axes, target, weight, ignore_index, logits.dtype)
+    total = op(logits, target, weight, SUM, ignore_index, label_smoothing)
     return total / counted.wait()
 
 
@@ -60,8 +61,9 @@ def nll_loss_rows(
     if reduction != MEAN:
         found: torch.Tensor = op(x, target, weight, reduction, ignore_index)
         return found
+    counted = _start_count(mesh, axes, target, weight, ignore_index, x.dtype)
     total: torch.Tensor = op(x, target, weight, SUM, ignore_index)
-    return total / _counted(mesh, axes, target, weight, ignore_index, total.dtype)
+    return total / counted.wait()
 
 
 def cross_entropy_classes(
@@ -218,18 +220,6 @@ def _along(weight: torch.Tensor, dim: int, dims: int) -> torch.Tensor:
     return weight.view([-1 if d == dim else 1 for d in range(dims)])
 
 
-def _counted(
-    mesh: Communicator,
-    axes: Axes,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    ignore_index: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return the number of counted targets on all ranks, weighted by class."""
-    return _start_count(mesh, axes, target, weight, ignore_index, dtype).wait()
-
-
 def _start_count(
     mesh: Communicator,
     axes: Axes,
@@ -238,7 +228,7 @@ def _start_count(
     ignore_index: int,
     dtype: torch.dtype,
 ) -> CollectiveHandle:
-    """Start counting, while the ranks compute their losses."""
+    """Start counting the targets of all ranks, weighted by class, while they compute losses."""
     counts = target != ignore_index
     if weight is None:
         own = counts.sum().to(torch.float32 if dtype.itemsize < 4 else dtype)

@@ -30,8 +30,16 @@ def stage_of(plan: Plan) -> tuple[int, ...]:
 def edges_of(plan: Plan) -> tuple[StageEdge, ...]:
     """Return the edges between the program's stages, for schedules."""
     edges = tuple(StageEdge(a, b, gradient) for a, b, gradient in plan.stage_edges)
+    if has_even_links(plan.cluster):
+        return edges
     devices = [[plan.device(r).name for r in plan.stages[k].ranks] for k in stage_of(plan)]
     return with_directions(edges, plan.cluster, devices)
+
+
+def has_even_links(cluster: Cluster) -> bool:
+    """Return whether every link has the bandwidth of the link back."""
+    rates = {(link.source, link.target): link.bandwidth for link in cluster.links}
+    return all(rates.get((target, source)) == rate for (source, target), rate in rates.items())
 
 
 def with_directions(
@@ -42,8 +50,7 @@ def with_directions(
     devices: the names of the devices of each stage. The parts are those of the seconds per byte on
     the slowest pair of links. Raises FXP403 where two devices have no link.
     """
-    rates = {(link.source, link.target): link.bandwidth for link in cluster.links}
-    if all(rates.get((target, source)) == rate for (source, target), rate in rates.items()):
+    if has_even_links(cluster):
         return tuple(edges)
     links = LinkIndex(cluster)
     found = []

@@ -46,6 +46,16 @@ class StageAssignment:
         devices = tuple(cluster.devices[i] for i in self.order)
         return msgspec.structs.replace(cluster, devices=devices)
 
+    def used(self, cluster: Cluster, width: int) -> Cluster:
+        """Return the devices of the expected stages of ``width`` ranks, in this order.
+
+        All devices where the number of stages is unknown.
+        """
+        ordered = self.ordered(cluster)
+        if self.order is None or self.stages is None:
+            return ordered
+        return msgspec.structs.replace(ordered, devices=ordered.devices[: self.stages * width])
+
 
 def traffic(problem: JointProblem, choice: JointChoice) -> Traffic:
     """Return the communication between the choice's stages and their device-independent times.

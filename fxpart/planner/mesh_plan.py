@@ -85,7 +85,8 @@ def solve_exactly(
     sharded = None
     if request.sharded:
         assumptions = _make_assumptions(request, microbatches, assignment)
-        sharded = shard_graph(graph, captured, request, annotations, assumptions)
+        used = replace(request, cluster=assignment.used(request.cluster, request.mesh.size))
+        sharded = shard_graph(graph, captured, used, annotations, assumptions)
     local = graph if sharded is None else sharded.local(0)
     sharing = None if sharded is None else StageParallelism.of(sharded)
     problem, provenance = price(

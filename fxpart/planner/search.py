@@ -161,7 +161,7 @@ def _price_mesh(
         if best is not None and plan_seconds(made[0], model) >= plan_seconds(best[0], model):
             break
         best = made
-        if _memory_use(made[0]) < _TIGHT:
+        if front.info.nodes > _LARGE or _memory_use(made[0]) < _TIGHT:
             break
     if best is None:
         raise last

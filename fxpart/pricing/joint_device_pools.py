@@ -148,11 +148,11 @@ def _collect_links(
     }
     chosen = _representatives(cluster, links, pool_of)
     found = _DevicePoolLinks()
-    for source, target in product(chosen, repeat=2):
-        if source is target:
-            continue
-        link, index = links(source.name, target.name), pool_of[target.name]
-        found.into[index].append((link, links(target.name, source.name)))
+    pairs = [pair for pair in product(chosen, repeat=2) if pair[0] is not pair[1]]
+    table = {(a.name, b.name): links(a.name, b.name) for a, b in pairs}
+    for source, target in pairs:
+        link, index = table[source.name, target.name], pool_of[target.name]
+        found.into[index].append((link, table[target.name, source.name]))
         if pool_of[source.name] == index:
             (found.near if source.host == target.host else found.far)[index].append(link)
     return found

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from overhead import VOCABULARY, Block, loss_of
+from overhead import VOCABULARY, Gpt, loss_of
 from record import parser as benchmark_parser
 from record import write
 from torch import nn
@@ -32,22 +32,6 @@ import fxpart
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 PAIRS = {"data_parallel": ("ddp", "dp"), "zero3": ("fully_shard", "zero3")}
-
-
-class Gpt(nn.Module):
-    """An embedding, blocks and an output layer."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def make_model(options: argparse.Namespace) -> Gpt:

@@ -73,6 +73,22 @@ class Second(nn.Module):
         return self.head(self.blocks(x))
 
 
+class Gpt(nn.Module):
+    """An embedding, blocks and an output layer."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross entropy over all positions."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())

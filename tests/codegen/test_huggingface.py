@@ -125,8 +125,7 @@ def test_a_rank_reads_its_part_alone(pool: Pool, mesh: str, tmp_path: Path) -> N
     assert sum(answer[2] for answer in answers) == pytest.approx(total, rel=1e-5)
     for rise, own, _ in answers:
         assert own == whole // 2
-        # While one tensor is read, a part of the one before may not be freed yet.
-        assert rise <= own + 2 * largest < whole, f"{rise / 1e6:.0f} MB for {own / 1e6:.0f}"
+        assert rise <= own + largest + (8 << 20), f"{rise / 1e6:.0f} MB for {own / 1e6:.0f}"
 
 
 @pytest.mark.slow

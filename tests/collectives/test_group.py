@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import Pool
 
 from fxpart import collectives as C
-from fxpart.collectives.group_communicator import list_groups
+from fxpart.collectives.mesh_groups import list_groups
 from fxpart.collectives.shard_buffer import lengths
 from fxpart.errors import FxpartError
 from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport

@@ -80,7 +80,7 @@ READERS: dict[str, Reader] = {
     "weights": Reader(
         in_file("some.safetensors", programs.read_weights),
         programs.weights,
-        ("codegen.tensor_files._header", "codegen.tensor_files.TensorFiles._rows"),
+        ("codegen.tensor_files._header", "codegen.tensor_files.TensorFiles._read"),
     ),
     "program": Reader(
         programs.read_program("program.json"),

@@ -13,7 +13,7 @@ from fuzz.readers import READERS
 from fuzz.trusted import TRUSTED
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNTS = (500, 5_000)  # the second is left to `make long`
+COUNTS = (1_000, 5_000)  # the second is left to `make long`
 # What reads files, as it is written; `open` counts unless it writes.
 OPENING = {
     "open", "os.open", "io.open", "read_bytes", "read_text",

@@ -152,12 +152,12 @@ def test_a_slow_device_gets_less_and_the_numbers_stay() -> None:
     assert made.verify(steps=2).passed
 
 
-@pytest.mark.parametrize("wish", ["tp=5", "dp=5"])
-def test_what_cannot_be_is_one_clear_error(wish: str) -> None:
-    key, _, value = wish.partition("=")
+@pytest.mark.parametrize("constraint", ["tp=5", "dp=5"])
+def test_what_cannot_be_is_one_clear_error(constraint: str) -> None:
+    key, _, value = constraint.partition("=")
     with pytest.raises(FxpartError, match="FXP202") as caught:
         planned(cluster(1, 1, 1, 1), **{key: int(value)})
-    assert wish in str(caught.value)
+    assert constraint in str(caught.value)
 
 
 def test_more_ranks_than_anything_takes() -> None:

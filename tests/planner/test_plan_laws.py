@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import fxpart
@@ -112,6 +113,21 @@ def test_reported_decisions_can_be_fixed_and_forbidden(count: int) -> None:
 
 
 @pytest.mark.slow
+def test_placements_are_selected_for_the_devices_that_are_used() -> None:
+    """The fast devices come last; what a plan on them alone reports is fixed on all."""
+    slow, fast = devices(3), devices(5)[3:]
+    fast = tuple(
+        replace(device, model="fast", flops={"float32": 2e13}, bandwidth=2e12) for device in fast
+    )
+    links = (Link(source="*", target="*", latency=2e-6, bandwidth=1e10),)
+    where = Cluster(name="two kinds", devices=(*slow, *fast), links=links)
+    alone = planned(Cluster(name="fast", devices=fast, links=links), mesh="tp=2")
+    again = planned(where, alone.microbatches, dp=1, tp=2, zero=0, stages=1)
+    assert again.devices == (3, 4)
+    assert seconds(again) == pytest.approx(seconds(alone), rel=1e-9)
+
+
+@pytest.mark.slow
 def test_more_memory_is_never_slower() -> None:
     times = []
     for memory in (1_000_000, 1_500_000, 2_500_000, 4_000_000, 10**9):
@@ -158,6 +174,17 @@ def test_a_shared_link_is_slower() -> None:
     card = seconds(planned(across(shared=True), **constraints))
     segment = seconds(planned(across(segment="switch"), **constraints))
     assert own * 1.2 < card < segment  # two rings share a card; a segment also both directions
+
+
+def test_stages_share_the_link_between_them() -> None:
+    """Two replicas send at once from the stage of one host to that of the other."""
+    constraints = {"mesh": "dp=2", "stages": 2}
+    own = planned(across(), 2, **constraints)
+    card = planned(across(shared=True), 2, **constraints)
+    sent = own.prediction.ranks[1].transfer_seconds
+    assert card.stages[0].last == own.stages[0].last
+    twice = 2 * sent - 2e-6  # the latencies there and back are not shared
+    assert card.prediction.ranks[1].transfer_seconds == pytest.approx(twice, rel=1e-9)
 
 
 def test_a_mesh_without_room_names_the_memory_of_one_device() -> None:

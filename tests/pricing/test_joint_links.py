@@ -66,7 +66,7 @@ def test_worst_links_are_those_of_all_pairs(cluster: Cluster) -> None:
         ]
         line = pool.pool.transfer
         latencies = [(k.latency + back.latency) / 2 for _, _, k, back in found]
-        assert line.latency == pytest.approx(max(latencies, default=0.0))
+        assert line.latency == max(latencies, default=0.0)
         inverses = [(1 / k.bandwidth + 1 / back.bandwidth) / 2 for _, _, k, back in found]
         assert line.inverse == pytest.approx(max(inverses, default=0.0), rel=1e-6)
         own = [(s, t, k) for s, t, k, _ in found if of[s.name] == index]
@@ -102,7 +102,7 @@ def test_thousands_of_hosts_cost_a_few_looks(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(LinkIndex, "__call__", counted)
     (pool,) = device_pools(Cluster.parse("2048x8xh100"), find("auto"))
     assert pool.pool.devices == 16384
-    assert len(looks) <= 40
+    assert len(looks) <= 20
 
 
 def test_rings_fill_hosts_and_lines_lie_just_above_buckets() -> None:

@@ -77,7 +77,7 @@ _CASES = (
     r"verification/test_single_process\.py::test_in_one_process\[(gpt2|mixtral|distilbert|resnet50|unet)-2\]",
     r"verification/test_single_process\.py::test_in_one_process\[(t5|bart|whisper)-4\]",
     r"test_objective\.py::test_sums_of_losses",
-    r"fuzz/test_readers_fuzzed\.py::test_changed_files\[(reproducer|profile-rows)-500\]",
+    r"fuzz/test_readers_fuzzed\.py::test_changed_files\[(reproducer|profile-rows)-1000\]",
     r"test_measured\.py::test_little_time_is_of_no_class\[(clip|mamba|resnet50|llama)\]",
     r"codegen/test_precision\.py::test_the_zoo_under_autocast\[transformer\]",
     r"diagnostics/test_real_runs\.py::test_the_right_rank_is_named\[stop-2",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -37,9 +37,8 @@ class StageTimes:
     forward, backward: per microbatch, each with half of ZeRO-3's parameter gathering; once: per
     step (with the first of a stage's virtual stages). communication: the part of forward, and as
     much of backward, spent in collectives; reduction: the same part of once; tied_reduction: the
-    part of summing for tied parameters. transfer: of a value, by edge. ranks: by stage of the plan.
-    stage_of: the plan's stage of each stage of the program. returned: of a value's gradient, by
-    edge; by default as for the value.
+    part of summing for tied parameters. transfer: by edge, in one direction, the mean of both.
+    ranks: by stage of the plan. stage_of: the plan's stage of each stage of the program.
     """
 
     forward: tuple[float, ...]
@@ -51,7 +50,6 @@ class StageTimes:
     transfer: dict[tuple[int, int], float]
     ranks: tuple[tuple[int, ...], ...]
     stage_of: tuple[int, ...]
-    returned: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -65,9 +63,9 @@ class StageTimes:
 
         stage_of: as the field; by default there are no virtual stages. A row's ``transfer_seconds``
         is the sum over what its stage receives and the gradients that it sends back for it, so each
-        edge into a stage gets an equal part, divided by ``StageEdge.outward``. Times that are not
-        known by virtual stage are split equally. replicas: stages that are replicas of one stage,
-        of which one computes each microbatch (``Schedule.replicas``).
+        edge into a stage gets an equal part for each direction. Times that are not known by virtual
+        stage are split equally. replicas: stages that are replicas of one stage, of which one
+        computes each microbatch (``Schedule.replicas``).
         """
         count = 1 + max(row.stage for row in rows)
         by_stage: list[list[RankPrediction]] = [[] for _ in range(count)]
@@ -84,13 +82,6 @@ class StageTimes:
         for (_, target), ways in into.items():
             parts[of[target]] += ways
         received = [max(row.transfer_seconds for row in mine) for mine in by_stage]
-        each = {
-            (e.source, e.target): 0.0
-            if of[e.source] == of[e.target]
-            else received[of[e.target]] / parts[of[e.target]]
-            for e in edges
-        }
-        outward = {(e.source, e.target): e.outward * 2 if e.backward else 1.0 for e in edges}
         pieces = [_VirtualStage(by_stage[k], place, of.count(k)) for k, place in _places(of)]
         return cls(
             tuple(max(map(piece.forward, piece.rows)) for piece in pieces),
@@ -99,10 +90,14 @@ class StageTimes:
             tuple(max(map(piece.communication, piece.rows)) for piece in pieces),
             tuple(max(map(piece.reduction, piece.rows)) for piece in pieces),
             tuple(max(map(piece.tied_reduction, piece.rows)) for piece in pieces),
-            {edge: seconds * outward[edge] for edge, seconds in each.items()},
+            {
+                (e.source, e.target): 0.0
+                if of[e.source] == of[e.target]
+                else received[of[e.target]] / parts[of[e.target]]
+                for e in edges
+            },
             tuple(tuple(rank for row in mine for rank in row.ranks) for mine in by_stage),
             of,
-            {edge: seconds * (2.0 - outward[edge]) for edge, seconds in each.items()},
         )
 
     def hide_tied_reduction(self, edges: Sequence[StageEdge], microbatches: int) -> StageTimes:
@@ -203,10 +198,12 @@ def simulate_plan_steps(
         rows = zip(pace, seconds, apart, strict=True)
         return [share * (value - part) + part for share, value, part in rows]
 
+    outward = {(e.source, e.target): 2 * e.outward if e.backward else 1.0 for e in edges}
+
     def transfer(stage: int, peer: int, kind: ActionKind) -> float:
         if kind is ActionKind.SEND_F:
-            return times.transfer[stage, peer]
-        return times.returned.get((peer, stage), times.transfer[peer, stage])
+            return times.transfer[stage, peer] * outward[stage, peer]
+        return times.transfer[peer, stage] * (2.0 - outward[peer, stage])
 
     return simulate_steps(
         schedule, steps, edges, scaled(times.forward, communication.forward),

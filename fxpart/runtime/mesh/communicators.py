@@ -9,7 +9,7 @@ from torch import nn
 
 from fxpart.collectives import Communicator, GroupCommunicator, InProcessHub
 from fxpart.collectives.communicator import Start
-from fxpart.collectives.group_communicator import connect_groups, list_groups, make_groups
+from fxpart.collectives.mesh_groups import connect_groups, list_groups, make_groups
 from fxpart.errors import error
 from fxpart.program.spec import ShardingSpec
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from itertools import chain, islice
 from math import inf
 
 import numpy as np
@@ -22,6 +23,7 @@ from fxpart.solver.joint.problem import JointChoice
 from fxpart.solver.joint.record import JointRecord
 
 _FEW = 4000  # choices that are enumerated
+_MORE = 20_000  # choices that are tried where none is known
 _TRIES = 40  # combinations of microbatches, pieces, option and stages that are tried
 _SHIFTS = 300  # shifts of one cut that are tried
 
@@ -50,20 +52,32 @@ class InterleavedSearch:
     def enumerate(self) -> None:
         """Enumerate all choices if they are few and one may still be the best.
 
-        Where no plan is known yet, also many, until one is found or the time is over.
+        Where they are many and no plan is known yet, choices with one option for all stages are
+        tried until one fits, at most ``_MORE``.
         """
         problem, usable = self.stacked.problem, self._usable()
-        few = count(problem, (INTERLEAVED,), usable) <= _FEW
-        if self.bound >= self.record.seconds or not (few or self.record.choice is None):
+        if self.bound >= self.record.seconds:
+            return
+        if count(problem, (INTERLEAVED,), usable) > _FEW:
+            if self.record.choice is None:
+                self._find_any(usable)
             return
         for choice in choices(problem, (INTERLEAVED,), usable):
             if time.monotonic() > self.deadline:
                 return
             self.record.add(choice)
-            if not few and self.record.choice is not None:
-                self._shift(self.record.choice, self.record.seconds)
-                return
         self.bound = self.record.seconds
+
+    def _find_any(self, usable: list[int]) -> None:
+        """Record the first choice that fits, with its cuts shifted."""
+        problem = self.stacked.problem
+        alike = chain.from_iterable(choices(problem, (INTERLEAVED,), [k]) for k in usable)
+        for choice in islice(alike, _MORE):
+            if time.monotonic() > self.deadline:
+                return
+            if self.record.add(choice) < inf:
+                self._shift(choice, self.record.seconds)
+                return
 
     def _usable(self) -> list[int]:
         """Return the options that have work and memory for some block."""
