@@ -25,6 +25,7 @@ from fxpart.schedule.spec import DEFAULT_SCHEDULE, find_built, list_schedules
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.constraints.parse import find_constraint_problems as find_decision_problems
 from fxpart.solver.joint.constraints.parse import parse_constraints
+from fxpart.solver.problem import RECOMPUTE_MODES, Recompute
 
 
 def find_constraint_problems(constraints: Constraints) -> list[Problem]:
@@ -121,8 +122,9 @@ def _find_solver_problems(constraints: Constraints) -> Iterator[Problem]:
 
 def find_mesh_conflicts(constraints: Constraints, mesh: Mesh) -> list[Problem]:
     """Return one problem for each fixed decision that contradicts the mesh."""
-    fixed = {"recompute": CONSTRAINTS["recompute"].plain}
-    fixed |= {axis: str(dict(mesh.axes).get(axis, 1)) for axis in DEGREES}
+    fixed = {axis: str(dict(mesh.axes).get(axis, 1)) for axis in DEGREES}
+    if mode_of(constraints) == QUEUE:
+        fixed["recompute"] = CONSTRAINTS["recompute"].plain
     given = f"the mesh {constraints['mesh']}" if "mesh" in constraints else f"the mode {QUEUE}"
     return [
         Problem(
@@ -138,6 +140,30 @@ def find_mesh_conflicts(constraints: Constraints, mesh: Mesh) -> list[Problem]:
         and constraint.key in fixed
         and fixed[constraint.key] not in constraint.values
     ]
+
+
+def allowed_recompute(constraints: Constraints) -> tuple[Recompute, ...]:
+    """Return the modes of activation recomputation that stages may use.
+
+    Without a constraint "none" only where the weights change between a forward and its backward, or
+    the solver cannot choose. Raises FXP202 where the constraints leave none.
+    """
+    found: tuple[Recompute, ...] = RECOMPUTE_MODES
+    for constraint in parse_constraints(constraints):
+        if constraint.key != "recompute":
+            continue
+        values = constraint.values or tuple(mode for mode in RECOMPUTE_MODES if mode != "none")
+        found = tuple(m for m in found if (m in values) == (constraint.kind == "fix"))
+    if not found:
+        raise error(
+            "FXP202",
+            where=f"recompute={constraints.get('recompute')}, forbid={constraints.get('forbid')}",
+            why="the constraints leave no mode of activation recomputation",
+            fix=f"allow one of {', '.join(RECOMPUTE_MODES)}",
+        )
+    synchronous = mode_of(constraints) not in (ASYNC, QUEUE)
+    chooses = constraints.get("solver") != "cp-sat"
+    return found if (synchronous and chooses) or "none" not in found else ("none",)
 
 
 def constrains_cuts(constraints: Constraints) -> bool:

@@ -35,7 +35,7 @@ from fxpart.schedule.weight_modes import STASH
 from fxpart.solver.joint.choice_translation import ChoiceTranslation
 from fxpart.solver.joint.constraints.apply import apply_constraints, with_options
 from fxpart.solver.joint.constraints.parse import parse_constraints
-from fxpart.solver.joint.objective import JointScorer, degrees, evaluate
+from fxpart.solver.joint.objective import JointScorer, degrees, evaluate, uniform_degrees
 from fxpart.solver.joint.portfolio import solve, status_of
 from fxpart.solver.joint.problem import (
     JointChoice,
@@ -44,6 +44,7 @@ from fxpart.solver.joint.problem import (
     ParallelOption,
     count_option_devices,
 )
+from fxpart.solver.problem import RECOMPUTE_MODES
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
@@ -93,7 +94,7 @@ def build_joint_problem(
 ) -> tuple[JointProblem, dict[str, str]]:
     """Return the joint problem of a graph with blocks, before the user's constraints are applied.
 
-    space: by default everything that can be trained: equal degrees for all stages, no recompute.
+    space: by default everything that can be trained: equal degrees for all stages.
     """
     allowed = space or make_trainable_space(captured, request.mode)
     if levels := _requested_zero_levels(request):
@@ -135,10 +136,10 @@ def _requested_zero_levels(request: PlanRequest) -> tuple[int, ...]:
 
 
 def make_trainable_space(captured: CapturedModel, mode: str = "sync") -> SearchSpace:
-    """Return the search space that the runtime trains: equal degrees, even shards, no recompute.
+    """Return the search space that the runtime trains: equal degrees and even shards.
 
     In an asynchronous pipeline, ranks cannot share an optimizer: each updates on its own,
-    immediately.
+    immediately, and recomputes nothing.
     """
     batch = captured.batch_size
     free = captured.symbolic
@@ -147,7 +148,7 @@ def make_trainable_space(captured: CapturedModel, mode: str = "sync") -> SearchS
         tensor=None if free else (1,),
         expert=(1,),
         zero=(0, 1, 2, 3) if mode == "sync" else (0,),
-        recompute=("none",),
+        recompute=RECOMPUTE_MODES if mode == "sync" and captured.training else ("none",),
         uniform=True,
     )
 
@@ -269,8 +270,8 @@ def make_proposal(
     problem: JointProblem, choice: JointChoice, pace: Callable[[float], float] | None = None
 ) -> MeshProposal:
     """Return the mesh of a choice whose stages have equal degrees. pace: as in choose_degrees."""
-    data, tensor, expert, zero, recompute = degrees(problem, choice.options[0])
-    assert expert == 1 and recompute == "none", "the search space has trainable plans only"
+    data, tensor, expert, zero = uniform_degrees(problem, choice.options[0])
+    assert expert == 1, "the search space has trainable plans only"
     axes = [f"{name}={size}" for name, size in (("dp", data), ("tp", tensor)) if size > 1]
     seconds = evaluate(problem, choice).seconds
     busy = average_computing_stages(len(choice.options), choice.microbatches)
@@ -313,9 +314,17 @@ def make_degree_certificate(chosen: DegreeSearchResult) -> Certificate:
         over=(
             f"dp x tp of {words}, equal for all stages, ZeRO {levels}, {problem.min_stages} to "
             f"{problem.max_stages} stages, microbatches of {counts}, schedules "
-            f"{schedules}, each block priced separately"
+            f"{schedules}{_describe_modes(problem)}, each block priced separately"
         ),
     )
+
+
+def _describe_modes(problem: JointProblem) -> str:
+    """Return the modes of recomputation that were compared, for the certificate."""
+    modes = {option.recompute for option in problem.options}
+    if modes == {"none"}:
+        return ""
+    return f", recompute {' or '.join(m for m in RECOMPUTE_MODES if m in modes)} per stage"
 
 
 def assign_proposal_devices(

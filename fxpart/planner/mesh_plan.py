@@ -18,6 +18,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.plan.contention import compute_pace, find_host_loads
 from fxpart.plan.model import Plan, PlanModel
 from fxpart.plan.prediction import HostLoad
+from fxpart.planner.constraints import allowed_recompute
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.families import MESH_FAMILIES, find_family
 from fxpart.planner.families.schedule_selection import (
@@ -47,7 +48,7 @@ from fxpart.pricing.live_tensors import with_live_tensors
 from fxpart.pricing.partition import compute_reduction_times, copying_of, price
 from fxpart.pricing.stage_parallelism import GradientReductionTimes, StageParallelism
 from fxpart.solver.joint.constraints.parse import parse_constraints
-from fxpart.solver.objective import PartitionEvaluation
+from fxpart.solver.objective import PartitionEvaluation, evaluate
 from fxpart.solver.portfolio import explain_infeasible, solve
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
 from fxpart.solver.stage_graph.stage_partition import (
@@ -102,6 +103,7 @@ def solve_exactly(
         max_stages=request.stages[1],
         sharing=sharing,
         transfer_dtype=request.transfer_dtype,
+        recompute=allowed_recompute(request.constraints),
     )
     problem = apply_constraints(problem, request, assignment.starts)
     problem, assignment = _in_best_order(problem, assignment, request)
@@ -146,8 +148,8 @@ class _PricedMesh:
     provenance: Mapping[str, str]
     assignment: StageAssignment
     on_candidate: CandidateCallback | None = None
-    made: dict[tuple[tuple[int, ...], tuple[int, ...], bool], GeneratedProgram] = field(
-        default_factory=dict
+    made: dict[tuple[tuple[int, ...], tuple[int, ...], bool, tuple[int, ...]], GeneratedProgram] = (
+        field(default_factory=dict)
     )
 
     def plan(
@@ -163,7 +165,8 @@ class _PricedMesh:
         problem, choice, request = made.problem, solution.choice, self.request
         assert choice is not None, "infeasible problems raise before"
         count = problem.variants[choice.variant].microbatches
-        parts = self.parts(choice, made.order, count)
+        known = evaluation or made.evaluation or evaluate(problem, choice)
+        parts = self.parts(choice, made.order, count, list_recomputing(known))
         provenance = dict(self.provenance)
         if self.sharded is not None:
             provenance["placements"] = self.sharded.provenance
@@ -180,21 +183,28 @@ class _PricedMesh:
             constraints=request.constraints,
             shared=self.summarize_sharding(made.order),
             order=self.assignment.order or (),
-            made=replace(made, solution=solution, evaluation=evaluation or made.evaluation),
+            made=replace(made, solution=solution, evaluation=known),
             hosts=self.hosts(len(choice.starts)),
         )
         return with_trial_run(plan, request.cost_model), parts
 
     def parts(
-        self, choice: PartitionChoice, order: Sequence[int] = (), microbatches: int = 1
+        self,
+        choice: PartitionChoice,
+        order: Sequence[int] = (),
+        microbatches: int = 1,
+        recomputing: tuple[int, ...] = (),
     ) -> GeneratedProgram:
-        """Return the program of a choice; each is generated once."""
+        """Return the program of a choice; each is generated once.
+
+        recomputing: the stages that recompute their activations.
+        """
         count = microbatches
-        key, seed = (choice.starts, tuple(order), count > 1), self.request.seed
+        key, seed = (choice.starts, tuple(order), count > 1, recomputing), self.request.seed
         if key not in self.made:
             self.made[key] = generate_program(
                 self.captured, self.graph, self.sharded, choice.starts, seed, order,
-                self.request.transfer_dtype, microbatches=count,
+                self.request.transfer_dtype, recomputing, microbatches=count,
             )  # fmt: skip
         return self.made[key]
 
@@ -327,6 +337,11 @@ class _PricedMesh:
         width = self.request.mesh.size
         groups = [devices[k : k + width] for k in range(0, len(devices), width)]
         return refine_evaluation(evaluation, problem, choice, keys, model, groups)
+
+
+def list_recomputing(evaluation: PartitionEvaluation) -> tuple[int, ...]:
+    """Return the stages that recompute their activations."""
+    return tuple(k for k, s in enumerate(evaluation.stages) if s.recompute != "none")
 
 
 def _make_assumptions(

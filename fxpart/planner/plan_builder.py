@@ -155,6 +155,7 @@ def _stages(
             data_parallel=data,
             tensor_parallel=tensor,
             zero=_zero(shared),
+            recompute=cost.recompute,
             device=kinds[ranks[k][0]],
             parameters=parameters_of(spec, k),
         )
@@ -296,10 +297,17 @@ def _certificate(
         over=(
             f"{space}, "
             f"microbatches of {', '.join(map(str, counts))}, schedules "
-            f"{', '.join(problem.schedules)}, costs by "
+            f"{', '.join(problem.schedules)}{_describe_modes(problem)}, costs by "
             f"{provenance.get('compute', 'the cost model')}"
         ),
     )
+
+
+def _describe_modes(problem: PartitionProblem) -> str:
+    """Return the modes of recomputation that were compared, for the certificate."""
+    if problem.recompute == ("none",):
+        return ""
+    return f", recompute {' or '.join(problem.recompute)} per stage"
 
 
 def _alternatives(

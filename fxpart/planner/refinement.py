@@ -188,6 +188,8 @@ def measured_whole(
     update = own.of_timed(weights, timed / microbatches, timed) * later.optimizer.seconds
     back = (first.backward.seconds + (here - 1) * later.backward.seconds) / here
     merged = own.merging(weights, microbatches) * microbatches / here
+    if stage.recompute != "none":  # stages are measured without recomputation
+        merged += stage.recompute_seconds
     return msgspec.structs.replace(
         stage,
         forward_seconds=own.full * later.forward.seconds + problem.action,

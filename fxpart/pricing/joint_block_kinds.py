@@ -80,7 +80,7 @@ def find_kinds(graph: fx.GraphModule, specs: Specs, weights: Sequence[Weight]) -
     found: dict[object, int] = {}
     samples: list[BlockKind] = []
     of = []
-    for index, block in enumerate(_blocks(graph.graph, specs, weights, len(infos))):
+    for index, block in enumerate(list_blocks(graph.graph, specs, weights, len(infos))):
         key = (infos[index].identity, _signature(block))
         if key not in found:
             found[key] = len(samples)
@@ -89,9 +89,10 @@ def find_kinds(graph: fx.GraphModule, specs: Specs, weights: Sequence[Weight]) -
     return BlockKinds(tuple(of), tuple(samples))
 
 
-def _blocks(
+def list_blocks(
     graph: fx.Graph, specs: Specs, weights: Sequence[Weight], count: int
 ) -> list[BlockKind]:
+    """Return every block, each as a kind of its own. count: number of blocks."""
     nodes: list[list[fx.Node]] = [[] for _ in range(count)]
     for node in graph.nodes:
         block = annotation(node).block

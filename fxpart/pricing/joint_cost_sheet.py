@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from torch import fx
 
+from fxpart.costmodels.contractions import flops
 from fxpart.costmodels.tensor_sizes import tensor_bytes
-from fxpart.pricing.joint_block_kinds import BlockKinds, SavedStorage
+from fxpart.pricing.joint_block_kinds import BlockKinds, BlockOutput, SavedStorage
 from fxpart.pricing.joint_ops import OpPrices, Row
-from fxpart.pricing.joint_recompute import BlockRecompute
 from fxpart.pricing.memory import BlockScope, Workspace
 from fxpart.pricing.non_op_costs import NonOpCosts
+from fxpart.pricing.recompute_costs import (
+    RecomputedBlock,
+    is_freed,
+    is_product,
+    recompute_block,
+    store_block,
+)
 from fxpart.pricing.specs import Specs
 from fxpart.pricing.variants import Sizes
 
 if TYPE_CHECKING:
     from fxpart.cluster.devices import Device, Link
     from fxpart.costs import OpSpec, Size, TensorSpec
-    from fxpart.solver.joint.problem import Recompute
-    from fxpart.solver.problem import Weight
+    from fxpart.solver.problem import Recompute, Weight
 
 Axis = Literal["tensor", "expert"]
 
@@ -130,39 +136,56 @@ class SampleOps:
         return SampleOps(kinds, specs, scope, tuple(ops))
 
 
+@dataclass(frozen=True)
+class _LocalSizes:
+    """Sizes of one rank's part of a block at one microbatch size."""
+
+    sheet: BlockCostSheet
+    sizes: Sizes
+
+    def storage(self, storage: SavedStorage) -> int:
+        return self.sizes.number(self.sheet.cut.storage(storage))
+
+    def output(self, output: BlockOutput) -> int:
+        return self.sizes.number(output.size)
+
+    def result(self, node: fx.Node) -> int:
+        whole = self.sheet.samples.specs.tensors(node)
+        if node in self.sheet.products:
+            whole = self.sheet.products[node].outputs
+        return sum(self.sizes.number(tensor_bytes(tensor)) for tensor in whole)
+
+    def flops(self, node: fx.Node) -> float:
+        return float(flops(self.sizes.op(self.sheet.products[node])))
+
+
 @dataclass
 class BlockCostSheet:
     """Costs of kinds of blocks under one layout.
 
-    again: by kind what the selective mode recomputes. The mode "full" recomputes kinds of which
-    autograd saves more than the inputs and outputs, and those with collectives.
+    Recomputation repeats kinds of which autograd saves more than the inputs and outputs, and those
+    with collectives. products: those ops of a rank that the selective mode may store.
     """
 
     samples: SampleOps
     prices: OpPrices
     cut: BlockLayout
-    again: Sequence[BlockRecompute] = ()
 
     def __post_init__(self) -> None:
         """Number every op of the samples, and merge equal ones."""
         kinds, cut = self.samples.kinds, self.cut
         self._count = len(kinds.samples)
         self._kind = [kind for kind, _, _ in self.samples.ops]
-        self._numbers = [self.prices.number(cut.op(n, spec)) for _, n, spec in self.samples.ops]
-        place = {node: i for i, (_, node, _) in enumerate(self.samples.ops)}
-        self._place = place
+        local = [(node, cut.op(node, spec)) for _, node, spec in self.samples.ops]
+        self._numbers = [self.prices.number(op) for _, op in local]
+        self._place = {node: i for i, (node, _) in enumerate(local)}
+        self.products = {node: op for node, op in local if is_product(op)}
         specs = self.samples.specs if cut.parts == 1 else _LocalSpecs(self.samples.specs, cut)
         self._workspace = Workspace(self.samples.scope, specs, len(kinds.of))
-        self._remade = [[place[n] for n in chosen.ops if n in place] for chosen in self.again]
         self._stored = [Counter(map(cut.storage, block.storages)) for block in kinds.samples]
-        self._freed = [
-            Counter(cut.storage(s) for s in block.storages if s.number in chosen.dropped)
-            for block, chosen in zip(kinds.samples, self.again or [BlockRecompute()] * self._count,
-                                     strict=True)
-        ]  # fmt: skip
         sending = {message.kind for message in cut.messages if not message.back}
         self.full = np.array([
-            kind in sending or any(map(_freed, block.storages))
+            kind in sending or any(map(is_freed, block.storages))
             for kind, block in enumerate(kinds.samples)
         ])  # fmt: skip
         self._gradients = np.array(
@@ -172,92 +195,78 @@ class BlockCostSheet:
             ]
         )
         self._sent = self._count_collectives()
+        self._recomputed: dict[int, list[dict[str, RecomputedBlock]]] = {}
 
     def _count_collectives(self) -> dict[tuple[str, str, Size, Axis], Row]:
-        """Count each distinct collective: [forward, backward, selective][kind]."""
-        remade = {node for chosen in self.again for node in chosen.ops}
+        """Count each distinct collective: [forward, backward][kind]."""
         found: dict[tuple[str, str, Size, Axis], Row] = {}
         for message in self.cut.messages:
             key = (message.source, message.target, message.size, message.axis)
-            times = found.setdefault(key, np.zeros((3, self._count)))
+            times = found.setdefault(key, np.zeros((2, self._count)))
             times[1 if message.back else 0, message.kind] += 1
-            if not message.back and message.node in remade and message.giver in remade:
-                times[2, message.kind] += 1
         return found
+
+    def recomputed(self, sizes: Sizes) -> list[dict[str, RecomputedBlock]]:
+        """Return by kind and mode of recomputation the stored and live bytes."""
+        if id(sizes) not in self._recomputed:
+            size = _LocalSizes(self, sizes)
+            self._recomputed[id(sizes)] = [
+                recompute_block(
+                    block, block.inputs, [n for n in block.nodes if n in self.products], size
+                )
+                if again
+                else dict.fromkeys(("selective", "full"), store_block(block, size))
+                for block, again in zip(self.samples.kinds.samples, self.full, strict=True)
+            ]
+        return self._recomputed[id(sizes)]
 
     def seconds(self, sizes: Sizes, device: Device, *, accumulate: bool) -> BlockTimes:
         """Return the times on one device. accumulate: gradients are added over microbatches.
 
         Accumulation reads twice and writes once. Full recomputation repeats the whole forward, the
-        selective mode its ops.
+        selective mode all but the products that it stored.
         """
         ahead, back = self.prices.seconds(self._numbers, sizes, device)
         forward, backward = self._by_kind(ahead), self._by_kind(back)
         own = NonOpCosts.of(self.prices.model, device)
         backward = backward + self._gradients * own.gradient(accumulate)
-        selective = np.array([sum(float(ahead[n]) for n in row) for row in self._remade])
-        none = np.zeros(self._count)
-        return BlockTimes(
-            forward,
-            backward,
-            {
-                "none": none,
-                "selective": selective if self.again else none,
-                "full": np.where(self.full, forward, 0.0),
-            },
-        )
+        full = np.where(self.full, forward, 0.0)
+        skipped = np.array([
+            sum(float(ahead[self._place[node]]) for node in modes["selective"].skipped)
+            for modes in self.recomputed(sizes)
+        ])  # fmt: skip
+        again: dict[Recompute, Row] = {
+            "none": np.zeros(self._count),
+            "selective": np.maximum(full - skipped, 0.0),
+            "full": full,
+        }
+        return BlockTimes(forward, backward, again)
 
     def messages(self, sizes: Sizes, rings: Mapping[Axis, tuple[Link, ...]]) -> BlockTimes:
         """Return the times of collectives of tensor and expert parallelism over rings of ranks."""
-        total = np.zeros((3, self._count))
+        total = np.zeros((2, self._count))
         for (source, target, size, axis), times in self._sent.items():
             amount = float(sizes.number(size))
             cost = self.prices.model.reshard(source, target, amount, rings[axis])
             self.prices.sources.add(cost.source)
             total += cost.seconds * times
-        forward, backward, selective = total
-        none, full = np.zeros(self._count), np.where(self.full, forward, 0.0)
-        return BlockTimes(forward, backward, {"none": none, "selective": selective, "full": full})
-
-    def forward_of(self, sizes: Sizes, device: Device) -> dict[fx.Node, float]:
-        """Return the forward seconds of every op of the samples."""
-        ahead, _ = self.prices.seconds(self._numbers, sizes, device)
-        return {node: float(ahead[place]) for node, place in self._place.items()}
+        forward, backward = total
+        none, again = np.zeros(self._count), np.where(self.full, forward, 0.0)
+        return BlockTimes(forward, backward, {"none": none, "selective": again, "full": again})
 
     def bytes(self, sizes: Sizes) -> BlockMemory:
         """Return the memory at one microbatch size."""
         peaks = self._workspace.bytes(sizes)
-        kept: dict[Recompute, list[int]] = {"none": [], "selective": [], "full": []}
-        live: dict[Recompute, list[int]] = {"none": [], "selective": [], "full": []}
-        for kind, block in enumerate(self.samples.kinds.samples):
-            whole, handed = self.count_saved_bytes(kind, sizes)
-            freed = _total(self._freed[kind], sizes)
-            peak = peaks[block.index]
-            if not self.full[kind]:  # its outputs are inputs of recomputed blocks, so they stay
-                handed = whole + sum(sizes.number(m.size) for m in block.made if not m.saved)
-            rows: tuple[tuple[Recompute, int, int], ...] = (
-                ("none", whole, peak),
-                ("selective", whole - freed, peak + freed),
-                ("full", handed, peak + (whole if self.full[kind] else 0)),
-            )
-            for mode, stays, lives in rows:
-                kept[mode].append(stays)
-                live[mode].append(lives)
-        return BlockMemory(
-            {mode: tuple(row) for mode, row in kept.items()},
-            {mode: tuple(row) for mode, row in live.items()},
-        )
-
-    def count_saved_bytes(self, kind: int, sizes: Sizes) -> tuple[int, int]:
-        """Bytes that a block keeps without recomputation, and with all of it made again."""
-        block = self.samples.kinds.samples[kind]
-        handed = sum(sizes.number(m.size) for m in block.made)
-        read = sum(
-            sizes.number(tensor_bytes(t))
-            for i in block.inputs
-            for t in self.samples.specs.tensors(i)
-        )
-        return _total(self._stored[kind], sizes), handed + read
+        whole = [_total(stored, sizes) for stored in self._stored]
+        live = [peaks[block.index] for block in self.samples.kinds.samples]
+        kept: dict[Recompute, tuple[int, ...]] = {"none": tuple(whole)}
+        lives: dict[Recompute, tuple[int, ...]] = {"none": tuple(live)}
+        modes: tuple[Recompute, ...] = ("selective", "full")
+        for mode in modes:
+            found = [block[mode] for block in self.recomputed(sizes)]
+            kept[mode] = tuple(one.stored for one in found)
+            lives[mode] = tuple(peak + one.live for peak, one in zip(live, found, strict=True))
+        return BlockMemory(kept, lives)
 
     def _by_kind(self, seconds: Row) -> Row:
         total = np.zeros(self._count)
@@ -267,8 +276,3 @@ class BlockCostSheet:
 
 def _total(sizes: Mapping[Size, int], at: Sizes) -> int:
     return sum(times * at.number(size) for size, times in sizes.items())
-
-
-def _freed(storage: SavedStorage) -> bool:
-    """Return whether recomputation of its block frees it: only this block uses it."""
-    return storage.maker is not None and not storage.shared

@@ -15,7 +15,6 @@ from fxpart.pricing.joint_device_pools import DevicePool, ReplicaCollectiveTimes
 from fxpart.pricing.joint_experts import ExpertParallelLayout, find_mixtures
 from fxpart.pricing.joint_microbatches import MicrobatchRows
 from fxpart.pricing.joint_ops import OpPrices
-from fxpart.pricing.joint_recompute import BlockRecompute, select_recomputed_ops
 from fxpart.pricing.joint_sample_graph import samples
 from fxpart.pricing.joint_space import SearchSpace, expert_degrees, tensor_degrees
 from fxpart.pricing.joint_tensor import (
@@ -73,7 +72,6 @@ class ModelLayouts:
         self.kinds = model.kinds
         self.prices = OpPrices(costs)
         self._ops = SampleOps.of(model.graph, self.kinds, model.specs)
-        recomputed = self._select_recomputed()
         cuts: dict[int, BlockLayout] = {1: BlockLayout()}
         for tensor in self._tensor_degrees():
             cut = self._cut(tensor)
@@ -84,7 +82,6 @@ class ModelLayouts:
                 cut
                 if expert == 1
                 else ExpertParallelLayout(cut, expert, model.mixtures, model.specs),
-                recomputed,
             )
             for tensor, cut in cuts.items()
             for expert in self._expert_degrees()
@@ -135,29 +132,8 @@ class ModelLayouts:
             else "no degree above 1 shards anything"
         )
 
-    def _sheet(self, cut: BlockLayout, recomputed: Sequence[BlockRecompute]) -> BlockCostSheet:
-        return BlockCostSheet(self._ops, self.prices, cut, recomputed)
-
-    def _select_recomputed(self) -> tuple[BlockRecompute, ...]:
-        """Return by kind what the selective mode recomputes, for unsharded blocks."""
-        if "selective" not in self.space.recompute:
-            return ()
-        sizes, device = self.rows.reference, self.pools[0].sample
-        plain = self._sheet(BlockLayout(), ())
-        each = plain.forward_of(sizes, device)
-        found: list[BlockRecompute] = []
-        for kind, block in enumerate(self.kinds.samples):
-            whole, handed = plain.count_saved_bytes(kind, sizes)
-            found.append(
-                select_recomputed_ops(
-                    block,
-                    lambda node: each.get(node, 0.0),
-                    float(whole - handed),
-                    sum(each.get(node, 0.0) for node in block.nodes),
-                    lambda storage: sizes.number(storage.size),
-                )
-            )
-        return tuple(found)
+    def _sheet(self, cut: BlockLayout) -> BlockCostSheet:
+        return BlockCostSheet(self._ops, self.prices, cut)
 
     def _cut(self, tensor: int) -> TensorParallelLayout:
         """Return the placements on ``tensor`` ranks, selected for the first pool that has them."""
@@ -180,7 +156,7 @@ class ModelLayouts:
 
         Tensor parallelism is used for large microbatches; with small ones latencies would dominate.
         """
-        sheet, limit = self._sheet(BlockLayout(), ()), self.pools[0].pool.memory
+        sheet, limit = self._sheet(BlockLayout()), self.pools[0].pool.memory
         for rows in reversed(self.rows.needed()):
             memory = sheet.bytes(self.rows.at(rows))
             pairs = zip(memory.activation["none"], memory.workspace["none"], strict=True)

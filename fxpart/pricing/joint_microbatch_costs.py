@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from fxpart.pricing.joint_cost_sheet import Axis, BlockMemory, BlockTimes
 from fxpart.pricing.joint_layouts import ModelLayouts
 from fxpart.pricing.joint_ops import Row
-from fxpart.solver.joint.problem import MicrobatchCost, ParallelOption, Recompute
+from fxpart.solver.joint.problem import MicrobatchCost, ParallelOption
+from fxpart.solver.problem import Recompute
 
 if TYPE_CHECKING:
     from fxpart.cluster.devices import Link

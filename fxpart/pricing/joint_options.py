@@ -8,7 +8,8 @@ from functools import cached_property
 from fxpart.pricing.joint_layouts import ModelLayouts
 from fxpart.pricing.joint_microbatch_costs import MicrobatchCosts
 from fxpart.pricing.joint_space import SearchSpace, data_degrees, odd
-from fxpart.solver.joint.problem import LinearCost, ParallelLayout, ParallelOption, Recompute
+from fxpart.solver.joint.problem import LinearCost, ParallelLayout, ParallelOption
+from fxpart.solver.problem import Recompute
 
 
 @dataclass
@@ -78,7 +79,8 @@ class StageOptionEnumerator:
     def _modes(self) -> tuple[Recompute, ...]:
         """Return the recompute modes that free something, or all that are allowed."""
         useful: list[Recompute] = ["none"]
-        if any(again.dropped for again in self.layouts.sheets[1, 1].again):
+        sheet, sizes = self.layouts.sheets[1, 1], self.rows.reference
+        if any(modes["selective"].skipped for modes in sheet.recomputed(sizes)):
             useful.append("selective")
         if any(sheet.full.any() for sheet in self.layouts.sheets.values()):
             useful.append("full")

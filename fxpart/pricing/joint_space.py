@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 
 from fxpart.errors import error
 from fxpart.pricing.variants import splits
+from fxpart.solver.problem import RECOMPUTE_MODES, Recompute
 
 if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
-    from fxpart.solver.joint.problem import Recompute
 
 SMALL = 16  # number of devices up to which every degree is tried
 MOST_TENSOR = 64  # largest tensor degree that is tried on more devices
 MOST_COUNTS = 32  # most microbatch counts of a large batch
-ALL_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class SearchSpace:
     data: tuple[int, ...] | None = None
     expert: tuple[int, ...] | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    recompute: tuple[Recompute, ...] = ALL_MODES
+    recompute: tuple[Recompute, ...] = RECOMPUTE_MODES
     uniform: bool = False
     max_stages: int | None = None
     microbatches: tuple[int, ...] | None = None
@@ -46,7 +45,7 @@ class SearchSpace:
         degrees = (self.tensor, self.data, self.expert, self.microbatches)
         numbers = [n for row in degrees for n in row or (1,)]
         wrong = [n for n in numbers if n < 1] + [z for z in self.zero if z not in range(4)]
-        modes = [mode for mode in self.recompute if mode not in ALL_MODES]
+        modes = [mode for mode in self.recompute if mode not in RECOMPUTE_MODES]
         empty = not (self.zero and self.recompute) or any(row == () for row in degrees)
         if wrong or modes or empty or (self.max_stages or 1) < 1 or self.most_options < 1:
             raise error(

@@ -40,7 +40,7 @@ def with_live_tensors(
     captured: CapturedModel,
     sharing: StageParallelism | None,
 ) -> Plan:
-    """Return the plan with the peak and the largest tensors of each stage.
+    """Return the plan with the peak and the largest tensors of each stage that stores its own.
 
     problem, graph: of one mesh rank. Stages must be runs of blocks in the graph's order, as in
     plans without branches. sharing: where a stage is several ranks.
@@ -56,6 +56,9 @@ def with_live_tensors(
     found = []
     for entry in plan.prediction.ranks:
         stage = plan.stages[entry.stage]
+        if stage.recompute != "none":  # its saved tensors exist for one block at a time
+            found.append(entry)
+            continue
         weights_of_stage = [
             w for w in problem.weights if set(w.blocks) & set(range(stage.first, stage.last + 1))
         ]

@@ -26,13 +26,20 @@ from fxpart.pricing.device_groups import Rings, group_devices
 from fxpart.pricing.device_limits import RESERVE, group_by_kind, limits
 from fxpart.pricing.memory import Workspace, crossing, saved_storages
 from fxpart.pricing.non_op_costs import NonOpCosts
+from fxpart.pricing.recompute_costs import BlockForward, RecomputeCosts
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.stage_parallelism import GradientReductionTimes, StageParallelism
 from fxpart.pricing.variants import BatchSplit, Sizes, variants
 from fxpart.pricing.weights import trained_names, weights
 from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_schedules
 from fxpart.sharding import Mesh
-from fxpart.solver.problem import PartitionProblem, Variant, Weight
+from fxpart.solver.problem import (
+    PartitionProblem,
+    Recomputation,
+    Recompute,
+    Variant,
+    Weight,
+)
 from fxpart.solver.replicated_chain.gradient_reduction import PIECE as BUCKET
 
 if TYPE_CHECKING:
@@ -57,6 +64,7 @@ def price(
     max_stages: int | None = None,
     sharing: StageParallelism | None = None,
     transfer_dtype: str = "",
+    recompute: Sequence[Recompute] = ("none",),
 ) -> tuple[PartitionProblem, dict[str, str]]:
     """Return the partition problem of a graph on a cluster, and the sources of its costs.
 
@@ -65,8 +73,9 @@ def price(
     :func:`fxpart.compat.optimizer_choice.choose`. max_stages: None for as many as there are
     devices. sharing: where a stage is several ranks; the graph is then that of one rank, and the
     devices of the problem are groups of consecutive devices of the cluster. transfer_dtype: dtype
-    in which float32 is sent between stages, "" for no conversion. Raises FXP105 (the batch cannot
-    be split), FXP109 (an argument) and FXP403 (no link).
+    in which float32 is sent between stages, "" for no conversion. recompute: the modes of
+    activation recomputation that stages may use; without a backward there is none. Raises FXP105
+    (the batch cannot be split), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     blocks = graph.meta.get(BLOCKS_KEY)
@@ -88,8 +97,9 @@ def price(
     cuts = variants(captured, _rows(captured, batch_size, shared), microbatches, most)
     whole = weights(graph.graph, captured, trained, choose(optimizer))
     state = tuple(map(shared.divided, whole))
+    modes: tuple[Recompute, ...] = tuple(recompute) if captured.training else ("none",)
     pricer = _Pricer(
-        graph.graph, specs, model, own, whole, len(blocks), shared, rings, transfer_dtype
+        graph, specs, model, own, whole, len(blocks), shared, rings, transfer_dtype, modes
     )
     copying = max(each.copying for each in own)
     times = shared.compute_reduction_times(whole, len(blocks), model, rings, copying)
@@ -111,6 +121,7 @@ def price(
         min_stages=min_stages,
         max_stages=max(most, 1),
         packed=pricer.packed,
+        recompute=modes,
     )
     return problem, _provenance(model, cluster, choose(optimizer).name, captured, pricer)
 
@@ -180,7 +191,7 @@ class _Pricer:
 
     def __init__(
         self,
-        graph: fx.Graph,
+        graph: fx.GraphModule,
         specs: Specs,
         model: CostModel,
         own: Sequence[NonOpCosts],
@@ -189,6 +200,7 @@ class _Pricer:
         shared: StageParallelism,
         rings: Rings,
         transfer_dtype: str,
+        recompute: tuple[Recompute, ...],
     ) -> None:
         self.packed = largest_bucket(state, shared)
         self.model, self.own, self.blocks = model, own, blocks
@@ -197,10 +209,11 @@ class _Pricer:
         self._ops: dict[OpSpec, int] = {}
         self._node_op: list[int] = []
         self._node_block: list[int] = []
+        self._nodes: list[fx.Node] = []
         self._rings = rings
         self._moves: list[tuple[int, NodeTraffic]] = []
-        regathered = regathers(graph, specs)
-        for node in graph.nodes:
+        regathered = regathers(graph.graph, specs)
+        for node in graph.graph.nodes:
             block = annotation(node).block
             if block is not None and is_collective(node.target):
                 self._moves.append(
@@ -212,23 +225,36 @@ class _Pricer:
             if op is not None and block is not None:
                 self._node_op.append(self._ops.setdefault(op, len(self._ops)))
                 self._node_block.append(block)
-        self.values, self._value_bytes = crossing(graph, specs, transfer_dtype)
-        self._saved = saved_storages(graph, blocks)
-        self._workspace = Workspace(graph, specs, blocks)
+                self._nodes.append(node)
+        self.values, self._value_bytes = crossing(graph.graph, specs, transfer_dtype)
+        self._saved = saved_storages(graph.graph, blocks)
+        self._workspace = Workspace(graph.graph, specs, blocks)
         self._state = tuple(state)
+        self._recompute: RecomputeCosts | None = None
+        if recompute != ("none",):
+            sending = {block for block, _ in self._moves}
+            self._recompute = RecomputeCosts(graph, specs, blocks, sending)
 
     def variant(self, split: BatchSplit, sizes: Sizes) -> Variant:
         """Return all costs at one microbatch size; workspaces include packed gradients."""
         rows = [self._seconds(sizes, own, split.microbatches) for own in self.own]
+        activation = tuple(sum(map(sizes.number, row)) for row in self._saved)
+        workspace = tuple(self.packed + size for size in self._workspace.bytes(sizes))
+        again: tuple[Recomputation, ...] = ()
+        if self._recompute is not None:
+            forward = [self._block_forwards(sizes, own) for own in self.own]
+            collective = self._collective_seconds(sizes, backward=False)
+            again = self._recompute.price(sizes, forward, collective, workspace)
         variant = Variant(
             microbatch_size=split.size,
             microbatches=split.microbatches,
             forward=tuple(forward for forward, _ in rows),
             backward=tuple(backward for _, backward in rows),
-            activation=tuple(sum(map(sizes.number, row)) for row in self._saved),
-            workspace=tuple(self.packed + size for size in self._workspace.bytes(sizes)),
+            activation=activation,
+            workspace=workspace,
             value_bytes=tuple(map(sizes.number, self._value_bytes)),
             collective=self._collective_seconds(sizes),
+            recompute=again,
         )
         self.unknown |= sizes.unknown
         return variant
@@ -250,11 +276,26 @@ class _Pricer:
         backward = backward + own.accumulation(self._state, self.blocks, microbatches)
         return tuple(map(float, forward)), tuple(map(float, backward))
 
-    def _collective_seconds(self, sizes: Sizes) -> tuple[float, ...]:
-        """Return the seconds of collectives by block, equal for all kinds of devices."""
+    def _block_forwards(self, sizes: Sizes, own: NonOpCosts) -> list[BlockForward]:
+        """Return the parts of each block's forward seconds on one device."""
+        costs = [self.model.op(sizes.op(op), own.device, False).seconds for op in self._ops]
+        ops: list[dict[fx.Node, float]] = [{} for _ in range(self.blocks)]
+        for node, op, block in zip(self._nodes, self._node_op, self._node_block, strict=True):
+            ops[block][node] = costs[op]
+        sent = [0.0] * self.blocks
+        for block, moved in self._moves:
+            sent[block] += own.copying * float(sizes.number(moved.copied[0]))
+            sent[block] += sum(self._move(move, sizes) for move in moved.forward)
+        return [BlockForward(*each) for each in zip(ops, sent, strict=True)]
+
+    def _collective_seconds(self, sizes: Sizes, *, backward: bool = True) -> tuple[float, ...]:
+        """Return the seconds of collectives by block, equal for all kinds of devices.
+
+        backward: include those of the backward.
+        """
         found = [0.0] * self.blocks if self._moves else []
         for block, moved in self._moves:
-            all_ = (*moved.forward, *moved.backward)
+            all_ = (*moved.forward, *(moved.backward if backward else ()))
             found[block] += sum(self._move(move, sizes) for move in all_)
         return tuple(found)
 

@@ -16,6 +16,7 @@ of its simulated schedule.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from math import fsum
 
@@ -24,7 +25,13 @@ import msgspec
 from fxpart.errors import error
 from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.schedule_costs import keeps_all
-from fxpart.solver.problem import PartitionChoice, PartitionProblem, Variant
+from fxpart.solver.problem import (
+    PartitionChoice,
+    PartitionProblem,
+    Recomputation,
+    Recompute,
+    Variant,
+)
 
 
 class _PartitionCostStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,7 +71,8 @@ class StageCost(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_
     (sync: all messages of tied gradients in a step, without overlap with computation). collective:
     the communication between ranks of the stage within forward and backward. workspace: bytes,
     already included in ``memory.activations``. updating: bytes during the optimizer step, without
-    those of microbatches in flight.
+    those of microbatches in flight. recompute: the mode of recomputation; recompute_seconds:
+    its part of ``backward_seconds``.
     """
 
     first: int
@@ -81,6 +89,13 @@ class StageCost(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_
     workspace: int
     collective_seconds: float = 0.0
     updating: int = 0
+    recompute: Recompute = "none"
+    recompute_seconds: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the stage fits its device."""
+        return self.needed <= self.memory_limit
 
     @property
     def needed(self) -> int:
@@ -174,7 +189,65 @@ class PartitionScorer:
         return PartitionEvaluation(seconds=seconds, stages=stages, faults=faults)
 
     def stage(self, variant: Variant, k: int, first: int, last: int, flying: int) -> StageCost:
-        """Return blocks [first, last] as stage ``k`` with ``flying`` microbatches in flight."""
+        """Return blocks [first, last] as stage ``k`` with ``flying`` microbatches in flight.
+
+        In the fastest mode of recomputation that fits; if none does, in the smallest.
+        """
+        plain = self._storing(variant, k, first, last, flying)
+        modes = self.problem.recompute
+        if modes == ("none",) or (modes[0] == "none" and plain.fits):
+            return plain
+        found = [plain] if "none" in modes else []
+        found += [
+            self._recomputing(plain, variant, mode)
+            for mode in variant.recompute
+            if mode.mode in modes
+        ]
+        fitting = [stage for stage in found if stage.fits]
+        if fitting:
+            return min(fitting, key=lambda stage: stage.seconds)
+        return min(found or [plain], key=lambda stage: stage.needed)
+
+    def _recomputing(self, plain: StageCost, variant: Variant, mode: Recomputation) -> StageCost:
+        """Return a stage that recomputes, from the same stage that stores its activations."""
+        problem, first, last = self.problem, plain.first, plain.last
+        blocks, flying = range(first, last + 1), plain.in_flight
+        workspace = max(mode.workspace[b] for b in blocks)
+        transfers = plain.memory.transfers
+        if mode.sent:  # counted as activations
+            transfers -= flying * self._stored_bytes(variant, self._sent(first, last))
+        memory = msgspec.structs.replace(
+            plain.memory,
+            activations=flying * sum(mode.activation[b] for b in blocks) + workspace,
+            transfers=transfers,
+        )
+        type_ = problem.devices[plain.device].type
+        again = fsum(mode.seconds[type_][first : last + 1])
+        return msgspec.structs.replace(
+            plain,
+            backward_seconds=plain.backward_seconds + again,
+            collective_seconds=plain.collective_seconds + fsum(mode.collective[first : last + 1]),
+            memory=memory,
+            workspace=workspace,
+            recompute=mode.mode,
+            recompute_seconds=again,
+        )
+
+    def _sent(self, first: int, last: int) -> list[int]:
+        """Return the values that these blocks send and would not store otherwise."""
+        values = self.problem.values
+        return [
+            v
+            for b in range(first, last + 1)
+            for v in self._made[b]
+            if values[v].consumers[-1] > last
+        ]
+
+    def _stored_bytes(self, variant: Variant, values: Iterable[int]) -> int:
+        return sum(variant.value_bytes[v] * self.problem.values[v].widened for v in values)
+
+    def _storing(self, variant: Variant, k: int, first: int, last: int, flying: int) -> StageCost:
+        """Return the stage without recomputation."""
         problem, device = self.problem, self.problem.devices[k]
         blocks = range(first, last + 1)
         received = sorted(
@@ -184,7 +257,6 @@ class PartitionScorer:
         latency, inverse = get_tied_reduction_link(problem, k)
         workspace = max(variant.workspace[b] for b in blocks)
         saved = sum(variant.activation[b] for b in blocks)
-        sent = [v for b in blocks for v in self._made[b] if problem.values[v].consumers[-1] > last]
         state = sum(w.weight + w.gradient + w.optimizer for w in weights)
         return StageCost(
             first=first,
@@ -214,9 +286,7 @@ class PartitionScorer:
                 activations=flying * saved + workspace,
                 buffers=sum(w.weight for w in weights if w.buffer),
                 transfers=flying
-                * sum(
-                    variant.value_bytes[v] * problem.values[v].widened for v in (*received, *sent)
-                ),
+                * self._stored_bytes(variant, (*received, *self._sent(first, last))),
             ),
             memory_limit=device.memory,
             in_flight=flying,
@@ -271,5 +341,5 @@ def _overfull(problem: PartitionProblem, stages: tuple[StageCost, ...]) -> list[
     return [
         f"stage {k} needs {s.needed} bytes, {problem.devices[k].name} has {s.memory_limit}"
         for k, s in enumerate(stages)
-        if s.needed > s.memory_limit
+        if not s.fits
     ]

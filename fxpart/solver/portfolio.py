@@ -50,6 +50,13 @@ def solve(
             fix="Use solver 'auto', 'dp', 'cp-sat' or 'brute', and a time limit of 0 or more.",
         )
     check_problem(problem)
+    if solver == "cp-sat" and problem.recompute != ("none",):
+        raise error(
+            "FXP109",
+            where="solver='cp-sat'",
+            why=f"Recomputation ({', '.join(problem.recompute)}) is not part of its model.",
+            fix="Use solver='dp', or allow recompute=none only.",
+        )
     if problem.once:  # equal for every choice: solve without it
         left = max(0.0, deadline - time.monotonic())
         bare = msgspec.structs.replace(problem, once=0.0)

@@ -12,6 +12,9 @@ import msgspec
 
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
 
 class _PartitionStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Frozen, keyword-only, and strict about fields."""
@@ -82,6 +85,24 @@ class Weight(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.gradient // SPARSE_COPIES if self.sparse else 0
 
 
+class Recomputation(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Costs of a stage that recomputes activations, beside those of its variant.
+
+    mode: "selective" or "full". seconds: additional backward time, [device type][block].
+    collective: the collectives' share of it, [block]; empty if there is none. activation: bytes
+    stored per microbatch in flight, [block]; workspace: bytes live only while the block runs, with
+    its recomputed tensors, [block]. sent: ``activation`` includes the values that later blocks use,
+    whether or not they are sent.
+    """
+
+    mode: Literal["selective", "full"]
+    seconds: tuple[tuple[float, ...], ...]
+    activation: tuple[int, ...]
+    workspace: tuple[int, ...]
+    collective: tuple[float, ...] = ()
+    sent: bool = False
+
+
 class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs at one microbatch size.
 
@@ -89,7 +110,7 @@ class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields
     [block]; tensors saved by several blocks count in the block that makes them. workspace: bytes
     live only while the block runs, [block]. value_bytes: as sent, [value]. collective:
     communication time between the ranks of a stage, in forward and backward together, [block];
-    empty if there is none.
+    empty if there is none. recompute: the modes of recomputation whose costs are known.
     """
 
     microbatch_size: int
@@ -100,6 +121,7 @@ class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields
     workspace: tuple[int, ...]
     value_bytes: tuple[int, ...]
     collective: tuple[float, ...] = ()
+    recompute: tuple[Recomputation, ...] = ()
 
 
 class PartitionProblem(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,7 +132,9 @@ class PartitionProblem(_PartitionStruct, frozen=True, kw_only=True, forbid_unkno
     stage per step. action: additional seconds of the runtime for each forward and each backward of
     a microbatch. schedules: the candidates. min_stages, max_stages bound the number of stages
     (max_stages <= len(devices)). packed: bytes within each block's workspace for gradients that are
-    packed while it runs.
+    packed while it runs. recompute: the modes that stages may use, "none" among them or not. Each
+    stage uses the fastest one that fits: that is never worse, because a mode changes nothing but
+    the stage's own seconds and bytes. So a choice does not state it.
     """
 
     blocks: tuple[str, ...]
@@ -126,6 +150,14 @@ class PartitionProblem(_PartitionStruct, frozen=True, kw_only=True, forbid_unkno
     min_stages: int = 1
     max_stages: int = 1
     packed: int = 0
+    recompute: tuple[Recompute, ...] = ("none",)
+
+
+def without_recompute(problem: PartitionProblem) -> PartitionProblem:
+    """Return the problem whose stages store all activations, for solvers that know no other."""
+    if problem.recompute == ("none",):
+        return problem
+    return msgspec.structs.replace(problem, recompute=("none",))
 
 
 class PartitionChoice(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):

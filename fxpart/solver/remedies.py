@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import ceil
 
 import msgspec
@@ -158,34 +159,58 @@ def extrapolate_smaller_microbatches(problem: PartitionProblem) -> Iterator[Vari
 
 
 def _scaled(one: Variant, other: Variant | None, size: int, count: int) -> Variant:
-    share = size / one.microbatch_size
-
-    def at(small: float, large: float) -> float:
-        if other is None:
-            return small * share
-        slope = (large - small) / (other.microbatch_size - one.microbatch_size)
-        return min(small, max(0.0, small - slope * (one.microbatch_size - size)))
-
-    def whole(name: str) -> tuple[int, ...]:
-        small, large = getattr(one, name), getattr(other or one, name)
-        return tuple(ceil(at(a, b)) for a, b in zip(small, large, strict=True))
-
-    def rows(name: str) -> tuple[tuple[float, ...], ...]:
-        small, large = getattr(one, name), getattr(other or one, name)
-        return tuple(
-            tuple(at(a, b) for a, b in zip(x, y, strict=True))
-            for x, y in zip(small, large, strict=True)
-        )
-
+    line = _SizeLine(one.microbatch_size, other and other.microbatch_size, size)
+    more = other or one
     return Variant(
         microbatch_size=size,
         microbatches=count,
-        forward=rows("forward"),
-        backward=rows("backward"),
-        activation=whole("activation"),
-        workspace=whole("workspace"),
-        value_bytes=whole("value_bytes"),
-        collective=tuple(
-            at(a, b) for a, b in zip(one.collective, (other or one).collective, strict=True)
+        forward=line.rows(one.forward, more.forward),
+        backward=line.rows(one.backward, more.backward),
+        activation=line.whole(one.activation, more.activation),
+        workspace=line.whole(one.workspace, more.workspace),
+        value_bytes=line.whole(one.value_bytes, more.value_bytes),
+        collective=line.row(one.collective, more.collective),
+        recompute=tuple(
+            msgspec.structs.replace(
+                a,
+                seconds=line.rows(a.seconds, b.seconds),
+                activation=line.whole(a.activation, b.activation),
+                workspace=line.whole(a.workspace, b.workspace),
+                collective=line.row(a.collective, b.collective),
+            )
+            for a, b in zip(one.recompute, more.recompute, strict=True)
         ),
     )
+
+
+@dataclass(frozen=True)
+class _SizeLine:
+    """Extrapolation to microbatches of ``size`` rows from those of ``small`` and ``large`` rows.
+
+    large: None where only one size is known; values are then in proportion to the rows.
+    """
+
+    small: int
+    large: int | None
+    size: int
+
+    def at(self, small: float, large: float) -> float:
+        """Return the value at ``size``, never above that of ``small`` rows."""
+        if self.large is None:
+            return small * (self.size / self.small)
+        slope = (large - small) / (self.large - self.small)
+        return min(small, max(0.0, small - slope * (self.small - self.size)))
+
+    def row(self, small: Sequence[float], large: Sequence[float]) -> tuple[float, ...]:
+        """Return seconds by block."""
+        return tuple(self.at(a, b) for a, b in zip(small, large, strict=True))
+
+    def rows(
+        self, small: Sequence[Sequence[float]], large: Sequence[Sequence[float]]
+    ) -> tuple[tuple[float, ...], ...]:
+        """Return seconds by device type and block."""
+        return tuple(self.row(a, b) for a, b in zip(small, large, strict=True))
+
+    def whole(self, small: Sequence[int], large: Sequence[int]) -> tuple[int, ...]:
+        """Return bytes, rounded up."""
+        return tuple(ceil(self.at(a, b)) for a, b in zip(small, large, strict=True))

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from fxpart.solver.objective import in_flight
-from fxpart.solver.tables import Floats, PartitionTables, StageCostTable
+from fxpart.solver.tables import Floats, Ints, PartitionTables, StageCostTable
 
 _LIVE = 8  # kinds of device whose costs under one threshold are cached at a time
 
@@ -58,7 +58,7 @@ class SuffixProgram:
         """
         h = np.full((self.high + 1, self.units + 1), inf)
         h[0, self.units] = 0.0
-        live: dict[tuple[int, ...], tuple[Floats, int]] = {}
+        live: dict[tuple[int, ...], _AdmittedCosts] = {}
         for q in range(1, self.high + 1):
             if time.monotonic() > self.deadline:
                 raise SolverTimeout
@@ -74,7 +74,7 @@ class SuffixProgram:
         q: int,
         threshold: float,
         longest: bool,
-        live: dict[tuple[int, ...], tuple[Floats, int]],
+        live: dict[tuple[int, ...], _AdmittedCosts],
     ) -> None:
         """Fill h[q] for stages other than the first; live: costs under the threshold, by kinds."""
         kinds, flying = self._kinds[q], self._flying(q)
@@ -84,13 +84,11 @@ class SuffixProgram:
         if kinds not in live:
             while len(live) >= _LIVE:
                 del live[next(iter(live))]
-            live[kinds] = _admitted(table, threshold, longest)
-        costs, least = live[kinds]
+            live[kinds] = _AdmittedCosts(table, threshold, longest)
+        costs = live[kinds].at(flying)
         width = costs.shape[1]
         if width == 0:
             return
-        if flying > least:  # flying never decreases as q grows, so masked entries stay masked
-            costs[table.flights[:, :width] < flying] = inf
         ahead = np.concatenate((h[q - 1, 1:], np.full(width - 1, inf)))
         h[q, : self.units] = _joined(costs, sliding_window_view(ahead, width), longest).min(axis=1)
 
@@ -116,10 +114,15 @@ class SuffixProgram:
         self, table: StageCostTable, unit: int, q: int, threshold: float, longest: bool
     ) -> tuple[Floats, Floats]:
         """Return costs of the stages that begin with ``unit``, q to go, and their loads."""
-        room = self.units - unit
-        loads = table.load[unit, :room]
-        allowed = (loads <= threshold) & (table.flights[unit, :room] >= self._flying(q))
-        return np.where(allowed, loads if longest else table.seconds[unit, :room], inf), loads
+        room, flying = self.units - unit, self._flying(q)
+        costs, loads = np.full(room, inf), np.full(room, inf)
+        for mode in table.modes:  # the fastest has the smallest load, too
+            load = mode.load[unit, :room]
+            allowed = (load <= threshold) & (mode.flights[unit, :room] >= flying)
+            source = load if longest else mode.seconds[unit, :room]
+            np.minimum(costs, source, out=costs, where=allowed)
+            np.minimum(loads, load, out=loads, where=allowed)
+        return costs, loads
 
     def best(self, h: Floats) -> tuple[int, float]:
         """Return number of stages with the minimum total, the smallest if equal, and the total."""
@@ -130,11 +133,11 @@ class SuffixProgram:
     def loads(self, low: float, high: float) -> Floats:
         """Return every load strictly between low and high that a stage may have, sorted and
         distinct."""
-        rows = [(self._first.load[:1], self._first.flights[:1])]
+        rows = [(mode.load[:1], mode.flights[:1]) for mode in self._first.modes]
         for kinds in sorted(set(self._kinds[1:])):
             if kinds:
-                table = self._costs.table(kinds)
-                rows.append((table.load[1:], table.flights[1:]))
+                modes = self._costs.table(kinds).modes
+                rows += [(mode.load[1:], mode.flights[1:]) for mode in modes]
         within = [x[(x > low) & (x < high) & (flights >= 1)] for x, flights in rows]
         return np.unique(np.concatenate(within))
 
@@ -146,13 +149,38 @@ def _joined(costs: Floats, after: Floats, longest: bool) -> Floats:
     return np.maximum(costs, after) if longest else costs + after
 
 
-def _admitted(table: StageCostTable, threshold: float, longest: bool) -> tuple[Floats, int]:
-    """Return costs of intervals under the threshold, trimmed to the widest, and their flights."""
-    allowed = (table.load <= threshold) & np.isfinite(table.load) & (table.flights >= 1)
-    columns = np.flatnonzero(allowed.any(axis=0))
-    width = int(columns[-1]) + 1 if len(columns) else 0
-    allowed = allowed[:, :width]
-    source = table.load if longest else table.seconds
-    costs = np.where(allowed, source[:, :width], inf)
-    least = int(table.flights[:, :width][allowed].min()) if width else 0
-    return costs, least
+class _AdmittedCosts:
+    """Costs of intervals with no load over a threshold, trimmed to the widest."""
+
+    def __init__(self, table: StageCostTable, threshold: float, longest: bool) -> None:
+        """longest: loads instead of seconds."""
+        self._modes: list[tuple[Floats, Ints]] = []
+        for mode in table.modes:
+            allowed = (mode.load <= threshold) & np.isfinite(mode.load) & (mode.flights >= 1)
+            columns = np.flatnonzero(allowed.any(axis=0))
+            width = int(columns[-1]) + 1 if len(columns) else 0
+            source = mode.load if longest else mode.seconds
+            costs = np.where(allowed[:, :width], source[:, :width], inf)
+            self._modes.append((costs, np.where(allowed, mode.flights, 2**40)[:, :width]))
+        self._least = [int(flights.min(initial=2**40)) for _, flights in self._modes]
+        self._flying, self._costs = -1, np.zeros((0, 0))
+
+    def at(self, flying: int) -> Floats:
+        """Return the costs with so many microbatches in flight, each in its fastest mode."""
+        if flying == self._flying:
+            return self._costs
+        found = []
+        for k, (costs, flights) in enumerate(self._modes):
+            if flying > self._least[k]:  # it grows from call to call: masked entries stay masked
+                costs[flights < flying] = inf
+            found.append(costs)
+        if len(found) == 1:
+            self._costs = found[0]
+        else:
+            width = max(costs.shape[1] for costs in found)
+            self._costs = np.full((found[0].shape[0], width), inf)
+            for costs in found:
+                part = self._costs[:, : costs.shape[1]]
+                np.minimum(part, costs, out=part)
+        self._flying = flying
+        return self._costs

@@ -10,8 +10,8 @@ Results do not depend on the number of BLAS threads: no matrix product is used.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
@@ -37,12 +37,19 @@ class StageCostTable:
     """Cost of each interval as one stage: bands of shape (units, units).
 
     seconds: t_s; load: (m-1) t_s + beta_s; flights: the most microbatches in flight that memory
-    allows (-1: none, not even without activations).
+    allows (-1: none, not even without activations). others: the tables in the other modes of
+    recomputation; a stage uses the fastest one that fits.
     """
 
     seconds: Floats
     load: Floats
     flights: Ints
+    others: tuple[StageCostTable, ...] = ()
+
+    @property
+    def modes(self) -> tuple[StageCostTable, ...]:
+        """Return the tables of all modes of recomputation."""
+        return (self, *self.others)
 
     def joined(self, other: StageCostTable) -> StageCostTable:
         """Return the better of both, entry by entry: a relaxation of either."""
@@ -50,6 +57,7 @@ class StageCostTable:
             np.minimum(self.seconds, other.seconds),
             np.minimum(self.load, other.load),
             np.maximum(self.flights, other.flights),
+            tuple(a.joined(b) for a, b in zip(self.others, other.others, strict=True)),
         )
 
 
@@ -136,7 +144,8 @@ class PartitionTables:
 
     def make_room(self) -> None:
         """Drop the oldest stage tables of all variants until another fits in the budget."""
-        while len(self.kept_tables) >= max(4, _KEEP // (24 * self.units**2)):
+        each = 24 * len(self.problem.recompute) * self.units**2
+        while len(self.kept_tables) >= max(4, _KEEP // each):
             stages, kinds = self.kept_tables.popleft()
             del stages[kinds]
 
@@ -162,14 +171,23 @@ class VariantTables:
         moved = np.array(variant.value_bytes, dtype=np.int64)
         kept = moved * np.array([v.widened for v in tables.problem.values], dtype=np.int64)
         self.received, self.moved = tables.receipts(kept)[0], tables.receipts(moved)[1]
-        self.per_flight = (
-            tables.additive(np.array(variant.activation, dtype=np.int64))
-            + tables.sent(kept)
-            + self.received
-        )
-        workspace = np.array(variant.workspace, dtype=np.int64)
-        self.standing = tables.state_bytes + tables.band(largest(workspace))
+        self._sent = tables.sent(kept)
+        self.per_flight, self.standing = self._bytes(variant.activation, variant.workspace)
         self._stages: dict[tuple[int, ...], StageCostTable] = {}
+
+    def _bytes(
+        self, activation: Sequence[int], workspace: Sequence[int], *, sent: bool = False
+    ) -> tuple[Ints, Ints]:
+        """Return bytes per microbatch in flight, and other bytes during the passes, per interval.
+
+        sent: ``activation`` includes the values that are sent.
+        """
+        tables = self.tables
+        each = tables.additive(np.array(activation, dtype=np.int64)) + self.received
+        if not sent:
+            each += self._sent
+        most = tables.band(largest(np.array(workspace, dtype=np.int64)))
+        return each, tables.state_bytes + most
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -210,18 +228,30 @@ class VariantTables:
         sync = count_tied_reduction_messages(m) * (
             tie_latency * tables.syncs + tie_inverse * tables.sync_bytes
         )
-        load = (m - 1) * seconds + sync + tables.step[type_]
-        room = memory - self.standing
-        # a stage without activations may have any number in flight
-        flights = np.where(
-            self.per_flight > 0, room // np.maximum(self.per_flight, 1), np.int64(2**40)
-        )
-        there = (room >= 0) & (tables.updating <= memory) & tables.valid
-        flights = np.where(there, flights, np.int64(-1))
-        blank = ~tables.valid
-        seconds[blank] = np.inf
-        load[blank] = np.inf
-        return StageCostTable(seconds, load, flights)
+        found = []
+        for again, each, standing in self._modes(type_):
+            whole = seconds if again is None else seconds + again
+            load = (m - 1) * whole + sync + tables.step[type_]
+            room = memory - standing
+            # a stage without activations may have any number in flight
+            flights = np.where(each > 0, room // np.maximum(each, 1), np.int64(2**40))
+            there = (room >= 0) & (tables.updating <= memory) & tables.valid
+            found.append(StageCostTable(
+                np.where(tables.valid, whole, np.inf),
+                np.where(tables.valid, load, np.inf),
+                np.where(there, flights, np.int64(-1)),
+            ))  # fmt: skip
+        return replace(found[0], others=tuple(found[1:]))
+
+    def _modes(self, type_: int) -> Iterator[tuple[Floats | None, Ints, Ints]]:
+        """Yield by mode of recomputation its additional seconds, and bytes as :meth:`_bytes`."""
+        modes, known = self.tables.problem.recompute, self.variant.recompute
+        if "none" in modes or not known:
+            yield None, self.per_flight, self.standing
+        for one in known:
+            if one.mode in modes:
+                again = self.tables.additive(np.array(one.seconds[type_], dtype=np.float64))
+                yield again, *self._bytes(one.activation, one.workspace, sent=one.sent)
 
 
 def _kind(problem: PartitionProblem, devices: Sequence[int]) -> Kind:

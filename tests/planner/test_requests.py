@@ -18,8 +18,7 @@ def request(**constraints: Any) -> Any:
 @pytest.mark.parametrize(
     ("constraints", "words"),
     [
-        ({"mesh": "none", "recompute": "full"}, "recompute=none"),
-        ({"mesh": "dp=2", "recompute": "selective"}, "recompute=none"),
+        ({"mode": "queue", "recompute": "full"}, "recompute=none"),
         ({"mesh": "dp=2", "tp": 2}, "tp=1"),
         ({"mesh": "dp=2,tp=2", "dp": "1,4"}, "dp=2"),
         ({"mesh": "none", "ep": 2}, "ep=1"),

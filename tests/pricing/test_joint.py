@@ -135,7 +135,8 @@ def test_blocks_made_again_keep_less_and_take_longer() -> None:
             if full.activation[k] < none.activation[k]:
                 again = full.backward[k] - none.backward[k]
                 assert again == pytest.approx(none.forward[k])
-                assert full.workspace[k] == none.workspace[k] + none.activation[k]
+                most = none.workspace[k] + none.activation[k]
+                assert most - full.activation[k] <= full.workspace[k] <= most
             else:
                 assert full.backward[k] == none.backward[k]
     kept = sum(full.activation[k] for k in problem.kinds)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import random
 
-from fxpart.solver.problem import BlockValue, DeviceLimit, PartitionProblem, Variant, Weight
+import msgspec
+
+from fxpart.solver.problem import (
+    BlockValue,
+    DeviceLimit,
+    PartitionProblem,
+    Recomputation,
+    Recompute,
+    Variant,
+    Weight,
+)
 
 BATCHES = (((1, 1),), ((1, 4),), ((2, 2), (1, 4)), ((4, 1), (2, 2), (1, 4)))
 
@@ -170,4 +180,37 @@ def transformer(
         schedules=("1f1b", "gpipe"),
         min_stages=1,
         max_stages=min(devices, n),
+    )
+
+
+def with_random_recompute(problem: PartitionProblem, seed: int) -> PartitionProblem:
+    """Return the problem with larger activations, costs of recomputation, and some modes."""
+    r = random.Random(seed)
+    modes: tuple[Recompute, ...] = ("none", "selective", "full")
+
+    def recomputation(mode: Recompute, variant: Variant) -> Recomputation:
+        assert mode != "none", "it has no costs"
+        share = 0.5 if mode == "selective" else 1.0
+        return Recomputation(
+            mode=mode,
+            seconds=tuple(tuple(share * f for f in row) for row in variant.forward),
+            activation=tuple(r.randint(0, size // 2) for size in variant.activation),
+            workspace=tuple(size + r.randint(0, 20) for size in variant.workspace),
+            collective=tuple(share / 4 * f for f in variant.forward[0]),
+            sent=mode == "full",
+        )
+
+    variants = [
+        msgspec.structs.replace(one, activation=tuple(4 * size for size in one.activation))
+        for one in problem.variants
+    ]
+    return msgspec.structs.replace(
+        problem,
+        variants=tuple(
+            msgspec.structs.replace(
+                one, recompute=tuple(recomputation(mode, one) for mode in modes[1:])
+            )
+            for one in variants
+        ),
+        recompute=r.choice((modes, modes, ("none", "full"), ("selective", "full"), ("full",))),
     )

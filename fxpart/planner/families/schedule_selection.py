@@ -37,7 +37,7 @@ from fxpart.solver.objective import PartitionScorer
 from fxpart.solver.order.problem import ScheduleProblem
 from fxpart.solver.order.search import search_schedule
 from fxpart.solver.portfolio import solve
-from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
+from fxpart.solver.problem import PartitionChoice, PartitionProblem, Recompute, Solution
 from fxpart.solver.stage_graph.stage_partition import StagePartition
 
 if TYPE_CHECKING:
@@ -136,9 +136,12 @@ class ScheduleSelector:
                 continue
             for ranks in self._counts():
                 turns = spec.count_stages_per_rank(int(virtual))
-                made = self._cut(name, ranks, turns)
-                if made is not None:
-                    yield made
+                for mode in self.problem.recompute:  # one mode for all, the fastest that fits
+                    made = self._cut(name, ranks, turns, mode)
+                    if made is not None:
+                        yield made
+                        if not find_overfull_ranks(made[0]):
+                            break
 
     def _counts(self) -> list[int]:
         """Return the numbers of stages to try: all if few, else halves of the largest."""
@@ -150,10 +153,16 @@ class ScheduleSelector:
             found.append(found[-1] // 2)
         return found
 
-    def _cut(self, name: str, ranks: int, turns: int) -> tuple[Plan, GeneratedProgram] | None:
-        """Return the best plan with ``turns`` virtual stages per rank; None if too few blocks."""
+    def _cut(
+        self, name: str, ranks: int, turns: int, mode: Recompute
+    ) -> tuple[Plan, GeneratedProgram] | None:
+        """Return the best plan with ``turns`` virtual stages per rank; None if too few blocks.
+
+        mode: of recomputation, on all of them.
+        """
         places = SCHEDULES[name].assign_ranks(ranks, turns)
         problem = make_virtual_stage_problem(self.problem, places)
+        problem = msgspec.structs.replace(problem, recompute=(mode,))
         best: tuple[float, PartitionChoice] | None = None
         for variant in range(len(problem.variants)):
             alone = msgspec.structs.replace(problem, variants=(problem.variants[variant],))
@@ -187,7 +196,8 @@ class ScheduleSelector:
         starts = choice.starts[:: len(places) // ranks]
         base, _ = self.make(*_as_solution(whole, msgspec.structs.replace(choice, starts=starts)))
         count = problem.variants[choice.variant].microbatches
-        parts = self.parts(choice, microbatches=count)
+        again = () if problem.recompute == ("none",) else tuple(range(len(places)))
+        parts = self.parts(choice, microbatches=count, recomputing=again)
         split = VirtualStageChoice(problem, choice, name, places, parts.spec, self.shared)
         plan = split.onto(base)
         return predict_schedule(

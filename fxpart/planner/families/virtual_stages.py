@@ -137,6 +137,7 @@ class VirtualStageChoice:
             last=spans[-1][1],
             label=", ".join(label(names[first : last + 1]) for first, last in spans),
             pieces=spans if len(spans) > 1 else (),
+            recompute=self.costs[virtual_stages[0]].recompute,
             parameters=sum(parameters_of(self.spec, piece) for piece in virtual_stages),
         )
 

@@ -134,9 +134,9 @@ class _RecomputedFunction:
     ) -> None:
         """Find out what the first call changed; it has copied everything that it could change."""
         kept = [*self.stage.module.parameters(), *watched, *inputs, *outputs]
-        self.again = bool(
-            _get_storage_ids(record.saved) - _get_storage_ids(kept)
-        ) or _has_collectives(self.run)
+        freed = _get_storage_ids(record.saved) - _get_storage_ids(kept)
+        self.again = bool(freed) or _has_collectives(self.run)
+        freed_bytes = _count_bytes(record.saved, freed)
         record.saved.clear()
         pairs = list(zip(watched, record.buffers, strict=True))
         changed = [not torch.equal(buffer, old) for buffer, old in pairs]
@@ -144,7 +144,7 @@ class _RecomputedFunction:
         record.buffers = [old for (_, old), new in zip(pairs, changed, strict=True) if new]
         self.changed = record.settle(inputs)
         if self.products is not None and record.products is not None:
-            self.products.decide(record.products, record.bytes)
+            self.products.decide(record.products, freed_bytes)
 
 
 class _RecomputedCall:
@@ -161,7 +161,6 @@ class _RecomputedCall:
         """buffers: copies of those that the call may write. copied: inputs that it may write."""
         self.piece = piece
         self.buffers = buffers
-        self.bytes = 0
         self.saved: list[torch.Tensor] = []  # Of a first call, until it ends.
         self._key = key
         self._inputs: list[Any] = []
@@ -200,7 +199,6 @@ class _RecomputedCall:
         slot = SavedTensorHandle(self)
         self._slots.append(weakref.ref(slot))
         if self.piece.written is None:
-            self.bytes += tensor.nbytes
             self.saved.append(tensor)
         return slot
 
@@ -286,6 +284,17 @@ def _get_storage_ids(values: Iterable[Any]) -> set[int]:
             strided = value.layout == torch.strided
             found.add(id(value.untyped_storage()) if strided else id(value))
     return found
+
+
+def _count_bytes(values: Iterable[torch.Tensor], storages: set[int]) -> int:
+    """Return the bytes of these storages of the values, each once."""
+    found: dict[int, int] = {}
+    for value in values:
+        (one,) = _get_storage_ids([value])
+        if one in storages:
+            strided = value.layout == torch.strided
+            found[one] = value.untyped_storage().nbytes() if strided else value.nbytes
+    return sum(found.values())
 
 
 class _StopRecomputationError(Exception):

@@ -1,7 +1,7 @@
 """The results that selective recomputation stores: those of products over long sums.
 
 The time to recompute an element of a product is proportional to the length of its sum. As in
-pricing (:mod:`fxpart.pricing.joint_recompute`), a result is recomputed only if it frees, per
+pricing (:mod:`fxpart.pricing.recompute_costs`), a result is recomputed only if it frees, per
 operation, at least ``WORTH`` times the bytes that full recomputation frees per operation of the
 forward.
 """
@@ -32,7 +32,7 @@ class SelectiveRecomputePolicy:
     def decide(self, first: ProductCacheMode, freed: int) -> None:
         """Store from now on only long products that are not changed in place afterwards.
 
-        first: the products of the first call. freed: bytes that autograd would have saved.
+        first: the products of the first call. freed: bytes that full recomputation frees.
         """
         total = sum(operations for operations, _ in first.costs) or 1.0
         self._save = [

@@ -12,7 +12,7 @@ from math import inf
 import numpy as np
 
 from fxpart.solver.joint.intervals import Bytes, Floats, IntervalSizes, IntervalTables
-from fxpart.solver.joint.objective import degrees
+from fxpart.solver.joint.objective import uniform_degrees
 from fxpart.solver.joint.problem import JointProblem, count_option_devices
 from fxpart.solver.joint.schedule_costs import get_fill_fraction, is_stream, keeps_all
 
@@ -117,7 +117,8 @@ def _wanted(
             and (theirs != mine or other.option < arc.option)
             and problem.options[other.option].pool == pool
             and not (
-                problem.uniform and degrees(problem, other.option) != degrees(problem, arc.option)
+                problem.uniform
+                and uniform_degrees(problem, other.option) != uniform_degrees(problem, arc.option)
             )
         ):
             return False

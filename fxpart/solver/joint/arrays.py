@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.solver.joint.objective import degrees
+from fxpart.solver.joint.objective import uniform_degrees
 from fxpart.solver.joint.problem import (
     JointProblem,
     LinearCost,
@@ -117,7 +117,7 @@ class JointArrays:
         every = np.arange(len(self.problem.options))
         if not self.problem.uniform:
             return [every]
-        alike: dict[tuple[int, int, int, int, str], list[int]] = {}
+        alike: dict[tuple[int, int, int, int], list[int]] = {}
         for index in range(len(every)):
-            alike.setdefault(degrees(self.problem, index), []).append(index)
+            alike.setdefault(uniform_degrees(self.problem, index), []).append(index)
         return [np.array(one, dtype=np.int64) for one in alike.values()]

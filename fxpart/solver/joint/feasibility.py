@@ -18,7 +18,7 @@ import numpy as np
 from fxpart.solver.joint.arcs import compute_max_depth
 from fxpart.solver.joint.intervals import Bytes, IntervalTables, Mask
 from fxpart.solver.joint.memory_bounds import compute_min_state_bytes
-from fxpart.solver.joint.objective import degrees
+from fxpart.solver.joint.objective import uniform_degrees
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
@@ -74,7 +74,7 @@ def _groups(problem: JointProblem) -> list[list[int]]:
         return [list(range(len(problem.options)))]
     groups: dict[tuple[object, ...], list[int]] = {}
     for index in range(len(problem.options)):
-        groups.setdefault(degrees(problem, index), []).append(index)
+        groups.setdefault(uniform_degrees(problem, index), []).append(index)
     return list(groups.values())
 
 

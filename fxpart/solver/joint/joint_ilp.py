@@ -21,7 +21,7 @@ from ortools.sat.python import cp_model
 from fxpart.schedule.spec import INTERLEAVED
 from fxpart.solver.joint.arcs import least_seconds, list_candidate_arcs
 from fxpart.solver.joint.intervals import IntervalTables
-from fxpart.solver.joint.objective import degrees
+from fxpart.solver.joint.objective import uniform_degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.joint.schedule_costs import get_fill_fraction, has_pieces, needs_whole_depth
 from fxpart.solver.progress import Progress
@@ -246,7 +246,7 @@ class _JointModel:
         """Give all arcs the degrees of the arc that covers the first block."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for k, arc in enumerate(self.arcs):
-            groups.setdefault(degrees(self.problem, arc.option), []).append(k)
+            groups.setdefault(uniform_degrees(self.problem, arc.option), []).append(k)
         for _, members in sorted(groups.items()):
             inside = set(members)
             of = [sum(self.used[k] for k in covers if k in inside) for covers in self.covering]

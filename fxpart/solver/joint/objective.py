@@ -292,8 +292,8 @@ def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
         for taken, pool in zip(used, problem.pools, strict=True)
         if taken > pool.devices
     )
-    if problem.uniform and len({degrees(problem, o) for o in choice.options}) > 1:
-        faults.append("stages of different degrees, ZeRO or recompute")
+    if problem.uniform and len({uniform_degrees(problem, o) for o in choice.options}) > 1:
+        faults.append("stages of different degrees or ZeRO levels")
     return faults
 
 
@@ -315,3 +315,8 @@ def degrees(problem: JointProblem, option: int) -> tuple[int, int, int, int, str
     o = problem.options[option]
     layout = problem.layouts[o.layout]
     return (o.data, layout.tensor, layout.expert, o.zero, o.recompute)
+
+
+def uniform_degrees(problem: JointProblem, option: int) -> tuple[int, int, int, int]:
+    """Return what all stages share if the problem is uniform: (data, tensor, expert, ZeRO)."""
+    return degrees(problem, option)[:4]

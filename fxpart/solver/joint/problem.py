@@ -18,8 +18,8 @@ import msgspec
 
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.weight_modes import STASH
+from fxpart.solver.problem import Recompute
 
-Recompute: TypeAlias = Literal["none", "selective", "full"]
 Status: TypeAlias = Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
 
 
@@ -175,7 +175,7 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     can need; an option without one cannot be chosen with that count (nor if data * m exceeds the
     batch). no_cut_after: no stage may end after these blocks; cut_after: a stage must end after
     these. pins: constraints. virtual: stages per rank that "interleaved" may use. uniform: every
-    stage has the same data, tensor and expert degree, ZeRO level and recompute. weights: the weight
+    stage has the same data, tensor and expert degree and ZeRO level. weights: the weight
     mode of "async". Bubble and memory of the schedules: :mod:`fxpart.solver.joint.schedule_costs`.
     """
 

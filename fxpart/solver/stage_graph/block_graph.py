@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fxpart.solver.problem import PartitionProblem, Variant
+from fxpart.solver.problem import PartitionProblem, Recomputation, Variant
 
 
 @dataclass(frozen=True)
@@ -105,4 +105,16 @@ def _variant(variant: Variant, groups: Sequence[Sequence[int]], kept: Sequence[i
         workspace=tuple(max(variant.workspace[b] for b in group) for group in groups),
         value_bytes=tuple(variant.value_bytes[v] for v in kept),
         collective=_rows([variant.collective], groups)[0] if variant.collective else (),
+        recompute=tuple(_recomputation(one, groups) for one in variant.recompute),
+    )
+
+
+def _recomputation(one: Recomputation, groups: Sequence[Sequence[int]]) -> Recomputation:
+    """Return the costs of groups, whose blocks are still recomputed one by one."""
+    return msgspec.structs.replace(
+        one,
+        seconds=_rows(one.seconds, groups),
+        activation=tuple(sum(one.activation[b] for b in group) for group in groups),
+        workspace=tuple(max(one.workspace[b] for b in group) for group in groups),
+        collective=_rows([one.collective], groups)[0] if one.collective else (),
     )

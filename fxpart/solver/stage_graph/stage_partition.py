@@ -11,7 +11,12 @@ import msgspec
 from fxpart.solver.objective import PartitionEvaluation
 from fxpart.solver.objective import evaluate as evaluate_chain
 from fxpart.solver.portfolio import solve, status_of
-from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
+from fxpart.solver.problem import (
+    PartitionChoice,
+    PartitionProblem,
+    Solution,
+    without_recompute,
+)
 from fxpart.solver.stage_graph.block_graph import regroup
 from fxpart.solver.stage_graph.objective import evaluate
 from fxpart.solver.stage_graph.portfolio import solve_branches
@@ -45,8 +50,14 @@ def choose_stage_partition(
     If no chain fits, a graph still may. time_limit: seconds for the search of a graph; models
     without branches need none. Errors: see :func:`solve_branches`.
     """
-    found = solve_branches(problem, chain.choice, time_limit=time_limit, seed=seed)
-    if found is None:
+    found = None
+    if "none" in problem.recompute:  # stages of a graph store their activations
+        plain = without_recompute(problem)
+        start = None if chain.choice is None else chain.choice
+        if start is not None and not evaluate_chain(plain, start).feasible:
+            start = None
+        found = solve_branches(plain, start, time_limit=time_limit, seed=seed)
+    if found is None or found.objective >= chain.objective:
         known = None if chain.choice is None else evaluate_chain(problem, chain.choice)
         return StagePartition(problem, chain, evaluation=known)
     moved, solution = in_order(problem, found)

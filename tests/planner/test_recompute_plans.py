@@ -1,0 +1,165 @@
+"""Plans that recompute activations where memory is short: priced, explained and trained."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpart
+from fxpart import Cluster, Device, FxpartError, Link, Plan, Program
+
+ROWS, LENGTH, WIDTH, WORDS = 12, 24, 64, 50
+
+
+class Layer(nn.Module):
+    """Attention with explicit scores, and a feed-forward part with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2)
+            for part in self.qkv(self.first(x)).chunk(3, -1)
+        )
+        mixed = torch.softmax(q @ k.transpose(-1, -2) / 4, -1) @ v
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        out: torch.Tensor = x + self.mlp(self.second(x))
+        return out
+
+
+class Words(nn.Module):
+    """A small language model; its embedding and its head are not tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        out: torch.Tensor = self.head(hidden)
+        return out
+
+
+def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, WORDS, (ROWS, LENGTH + 1), generator=made)
+    return x[:, :-1].contiguous(), x[:, 1:].contiguous()
+
+
+@cache
+def program() -> Program:
+    torch.manual_seed(0)
+    model = Words()
+    return fxpart.compile(model, cluster(2), example_inputs=batch(), loss=loss)
+
+
+@cache
+def stored() -> Program:
+    """Return one stage that stores its activations, with as many microbatches."""
+    return program().replan(cluster(1), constraints={"microbatches": 4, "recompute": "none"})
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def cluster(count: int, memory: int = 10**9) -> Cluster:
+    devices = tuple(
+        Device(
+            name=f"d{i}", kind="cpu", model="made", host="h", memory=memory,
+            flops={"float32": 2e11}, bandwidth=2e10,
+        )
+        for i in range(count)
+    )  # fmt: skip
+    link = Link(source="*", target="*", latency=2e-6, bandwidth=1e9)
+    return Cluster(name="made", devices=devices, links=(link,))
+
+
+def planned(memory: int = 10**9, count: int = 2, **constraints: int | float | str | bool) -> Plan:
+    return program().replan(cluster(count, memory), constraints=constraints).plan
+
+
+def needs(plan: Plan) -> int:
+    """Return the most that a device needs, as a memory that limits provide for."""
+    return max(rank.tensors for rank in plan.prediction.ranks)
+
+
+FIXED = {"dp": 1, "tp": 1, "stages": 2, "microbatches": 4}
+
+
+def test_only_stages_that_do_not_fit_recompute() -> None:
+    free = planned(**FIXED)
+    assert [s.recompute for s in free.stages] == ["none", "none"]
+    assert "recompute none or selective or full per stage" in free.certificate.over
+    tight = planned(int(needs(free) * 0.97 / 0.9), **FIXED)
+    modes = [s.recompute for s in tight.stages]
+    assert modes.count("none") < 2
+    assert tight.certificate.status == "optimal"
+    assert tight.prediction.step_seconds > free.prediction.step_seconds
+    for rank in tight.prediction.ranks:
+        assert rank.tensors <= rank.memory_limit
+    with pytest.raises(FxpartError, match="FXP204"):
+        planned(int(needs(free) * 0.97 / 0.9), forbid="recompute", **FIXED)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_fixed_mode_is_planned_and_trained_like_one_process(schedule: str, mode: str) -> None:
+    """Losses and weights are those of one stage that stores its activations, to the bit."""
+    made = program().replan(
+        cluster(2),
+        constraints={**FIXED, "recompute": mode, "schedule": schedule},
+    )
+    assert {stage.recompute for stage in made.plan.stages} == {mode}
+    assert made.plan.schedule == schedule
+    ours, plain = (one.trainer(sgd) for one in (made, stored()))
+    for step in range(2):
+        assert float(ours.step(batch(step))) == float(plain.step(batch(step)))
+    expected = plain.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in ours.state_dict().items())
+
+
+def test_a_mesh_with_a_fixed_mode() -> None:
+    made = planned(count=4, mesh="dp=2", stages=2, recompute="full")
+    assert {stage.recompute for stage in made.stages} == {"full"}
+    assert made.mesh["dp"] == 2
+
+
+def test_reported_modes_can_be_fixed_and_no_mode_left_is_refused() -> None:
+    free = planned(**FIXED)
+    tight = int(needs(free) * 0.97 / 0.9)
+    best = planned(tight, **FIXED)
+    every = ",".join(sorted({stage.recompute for stage in best.stages}))
+    again = planned(tight, recompute=every, **FIXED)
+    assert again.prediction.step_seconds == best.prediction.step_seconds
+    with pytest.raises(FxpartError, match="FXP202"):
+        planned(forbid="recompute=none;recompute=selective;recompute=full")
+
+
+def test_more_memory_is_never_slower() -> None:
+    need, times = needs(planned(**FIXED)) / 0.9, []
+    for share in (0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1):
+        try:
+            times.append(planned(int(share * need), dp=1, tp=1).prediction.step_seconds)
+        except FxpartError as fault:
+            assert fault.code == "FXP204" and not times
+    assert len(times) > 3
+    assert times == sorted(times, reverse=True)
