@@ -195,8 +195,8 @@ def propose(
 ) -> PlanProposal:
     """Return the best plan in the full search space, including plans that cannot be trained yet.
 
-    In addition to the search space of :func:`compile`, stages may differ in degrees and recompute,
-    and ``schedule`` may be "interleaved", "zb-h1" or "async" (or several, "1f1b,zb-h1"). The graph
+    In addition to the search space of :func:`compile`, stages may differ in degrees, and
+    ``schedule`` may be "interleaved", "zb-h1" or "async" (or several, "1f1b,zb-h1"). The graph
     is not lowered: blocks are priced one by one. Arguments and errors are those of :func:`compile`.
     The mode "queue" is rejected (FXP109), because :func:`compile` covers its whole search space.
     """

@@ -40,7 +40,7 @@ class _CommandWithConstraints(click.Command):
     type=click.Choice(["trainable", "all"]),
     default="trainable",
     show_default=True,
-    help="all: include heterogeneous stages, recompute and schedules that cannot be trained yet.",
+    help="all: include heterogeneous stages and schedules that cannot be trained yet.",
 )
 @click.option("--nproc", metavar="MIN:MAX", help="With --run: plan for these numbers of ranks.")
 @click.option("--run", type=click.Path(), help="Run folder in which plans are stored for later.")

@@ -14,6 +14,7 @@ from fxpart import costmodels
 from fxpart.compat.optimizer_choice import choose
 from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.compiler.collective_calls import is_collective
+from fxpart.compiler.node_annotation import BlockInfo
 from fxpart.errors import error
 from fxpart.pricing.collective_traffic import (
     CollectiveTransfer,
@@ -78,14 +79,7 @@ def price(
     (the batch cannot be split), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
-    blocks = graph.meta.get(BLOCKS_KEY)
-    if not blocks:
-        raise error(
-            "FXP201",
-            where="price",
-            why="the graph has no blocks, so there is nothing to cut",
-            fix="run the passes of fxpart.passes.PREPARE on it first",
-        )
+    blocks = _blocks_of(graph)
     trained = trained_names(captured) if captured.training else frozenset()
     specs = Specs(trained)
     shared = sharing or StageParallelism(Mesh())
@@ -155,6 +149,19 @@ def copying_of(
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     devices, _ = group_by_kind(group_devices(cluster, group_size))
     return tuple(NonOpCosts.of(model, device).copying for device in devices)
+
+
+def _blocks_of(graph: fx.GraphModule) -> Sequence[BlockInfo]:
+    """Return the descriptions of the graph's blocks; FXP201 where it has none."""
+    blocks: Sequence[BlockInfo] = graph.meta.get(BLOCKS_KEY) or ()
+    if not blocks:
+        raise error(
+            "FXP201",
+            where="price",
+            why="the graph has no blocks, so there is nothing to cut",
+            fix="run the passes of fxpart.passes.PREPARE on it first",
+        )
+    return blocks
 
 
 def _rows(captured: CapturedModel, batch: int, sharing: StageParallelism) -> int:

@@ -159,7 +159,8 @@ def extrapolate_smaller_microbatches(problem: PartitionProblem) -> Iterator[Vari
 
 
 def _scaled(one: Variant, other: Variant | None, size: int, count: int) -> Variant:
-    line = _SizeLine(one.microbatch_size, other and other.microbatch_size, size)
+    known = None if other is None else other.microbatch_size
+    line = _SizeLine(one.microbatch_size, known, size)
     more = other or one
     return Variant(
         microbatch_size=size,
