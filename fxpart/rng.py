@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fxpart.accelerator import get_device_module, is_accelerator
+
 _MASK = (1 << 64) - 1
 _LOCK = threading.RLock()  # All threads share one generator.
 
@@ -71,7 +73,9 @@ def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator
     if device is None:
         device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
     device = torch.device(device)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+    if not is_accelerator(device):
+        return torch.default_generator
+    module = get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    found: torch.Generator = module.default_generators[index]
+    return found

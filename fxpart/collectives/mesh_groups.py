@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from fxpart.accelerator import synchronize
 from fxpart.collectives.communicator import members
 from fxpart.compat import share_cores
 from fxpart.sharding import Mesh
@@ -50,7 +51,7 @@ def connect_groups(groups: Groups, device: torch.device) -> None:
     for stage in sorted(groups):
         for group in groups[stage].values():
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-    torch.cuda.synchronize(device)
+    synchronize(device)
 
 
 def _new_group(ranks: list[int], limit: timedelta) -> Any:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fxpart.accelerator import CUDA, find_accelerator
 from fxpart.codegen.materialization import constants_of, materialize
 from fxpart.codegen.mesh_programs.microbatch_graph import divide_graph
 from fxpart.codegen.mesh_programs.row_dependence import couplings, resolve_microbatches
@@ -233,9 +234,8 @@ def pipeline_stages(
             fix="use ranks=(0, 1, 0, 1) for four stages on two ranks",
         )  # fmt: skip
     gpus = {plan.device(rank).kind for rank in range(plan.world)} == {"gpu"}
-    stage_device = (
-        local_device("cuda" if gpus else "cpu") if device is None else torch.device(device)
-    )
+    kind = (find_accelerator() or CUDA) if gpus else "cpu"
+    stage_device = local_device(kind) if device is None else torch.device(device)
     own_rank = _get_group_rank(world, stage_device, group)
     example = program.captured.example
     assert example is not None, "a captured model has its example"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fxpart.accelerator import synchronize
 from fxpart.cluster.devices import CollectiveCurve
 from fxpart.cluster.latency_bandwidth_fit import (
     LatencyBandwidthFit,
@@ -292,5 +293,4 @@ class _CommunicationBenchmark:
         return lambda: communicator.start_all_to_all(parts, _AXIS, [part] * n, [part] * n).wait()
 
     def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)

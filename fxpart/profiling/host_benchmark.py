@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fxpart.accelerator import synchronize
 from fxpart.cluster.host_detection import cores
 from fxpart.profiling.outliers import typical
 from fxpart.profiling.processes import report_progress
@@ -178,7 +179,7 @@ class SyntheticBlock:
         out = self.x + F.linear(inner, self.down)
         loss = out.square().mean() + (self.scores.softmax(-1) * self.scores).mean()
         torch.autograd.grad(loss, (self.x, self.scores, self.up, self.down))
-        _settle(self.device)
+        synchronize(self.device)
 
 
 def window(work: Callable[[], object], seconds: float) -> float:
@@ -249,7 +250,7 @@ def _rates(
     def settled(work: Callable[[], object]) -> Callable[[], object]:
         def done() -> None:
             work()
-            _settle(device)
+            synchronize(device)
 
         return done
 
@@ -270,9 +271,3 @@ def _rates(
     transport.exchange([0])
     rates["bandwidth"] = 2 * _COPIED / window(settled(lambda: target.copy_(source)), _RATE_WINDOW)
     return rates
-
-
-def _settle(device: torch.device) -> None:
-    """Wait for the GPU; a CPU has nothing pending."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fxpart.accelerator import get_device_module, is_accelerator, synchronize
 from fxpart.profiling.processes import run_on_processes
 from fxpart.runtime.monitor.memory_footprint import MemoryFootprint, read_resident_bytes
 
@@ -35,8 +36,8 @@ def allocations(run: Callable[[], object], device: torch.device | None = None) -
     directly (packed matrices of a BLAS) is not included. Call ``run`` once before to exclude
     one-time allocations. Its result is dropped before ``left`` is measured.
     """
-    if device is not None and device.type == "cuda":
-        return _cuda(run, device)
+    if device is not None and is_accelerator(device):
+        return _measure_on_accelerator(run, device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
     events = [
@@ -51,14 +52,14 @@ def allocations(run: Callable[[], object], device: torch.device | None = None) -
     return Allocations(peak, now)
 
 
-def _cuda(run: Callable[[], object], device: torch.device) -> Allocations:
-    """Measure by the statistics of the CUDA allocator."""
+def _measure_on_accelerator(run: Callable[[], object], device: torch.device) -> Allocations:
+    """Measure by the statistics of the accelerator's allocator."""
     footprint = MemoryFootprint(device)
     footprint.start()
     run()
-    torch.cuda.synchronize(device)
+    synchronize(device)
     peaks = footprint.peaks()
-    left = torch.cuda.memory_allocated(device) - peaks.baseline
+    left = get_device_module(device).memory_allocated(device) - peaks.baseline
     return Allocations(peaks.peak - peaks.baseline, left)
 
 

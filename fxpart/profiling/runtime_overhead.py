@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpart.accelerator import synchronize
 from fxpart.program.edges import find_value_edges
 from fxpart.program.spec import InputSpec, ProgramSpec, StageSpec, StateSpec, ValueSpec
 from fxpart.runtime import InProcess, Trainer
@@ -135,7 +136,6 @@ def _median(run: Callable[[], object], device: torch.device) -> float:
     for _ in range(_STEPS + 5):
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[5:])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fxpart.accelerator import get_device_module, is_accelerator
 from fxpart.costmodels.profile_store import TimeQuartiles
 from fxpart.profiling.outliers import timing
 
@@ -54,7 +55,7 @@ class Sampler:
         return timing(samples)
 
     def _sample(self, run: Callable[[int], object], start: int, repeats: int) -> float:
-        if self.device.type == "cuda":
+        if is_accelerator(self.device):
             return self._events(run, start, repeats)
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         before = clock()
@@ -63,7 +64,8 @@ class Sampler:
         return (clock() - before) / repeats
 
     def _events(self, run: Callable[[int], object], start: int, repeats: int) -> float:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        event = get_device_module(self.device).Event
+        first, last = (event(enable_timing=True) for _ in range(2))
         first.record()
         for number in range(start, start + repeats):
             run(number)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from fxpart.accelerator import find_accelerator, get_device_module, is_accelerator
 from fxpart.cluster.cpu_quota import quota
 from fxpart.cluster.devices import Device
 from fxpart.cluster.model import Cluster
@@ -180,8 +181,8 @@ def get_measurement_environment(
 ) -> MeasurementEnvironment:
     """Return the environment of this process. model: the device's model in the cluster."""
     version = str(torch.__version__)
-    if device is not None and device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    if device is not None and is_accelerator(device):
+        name = get_device_module(device).get_device_name(device)
         return MeasurementEnvironment(device=model, chip=name, threads=0, torch=version)
     threads = torch.get_num_threads()
     left = quota() or threads
@@ -195,14 +196,15 @@ def get_measurement_environment(
 def on_device(device: Device) -> Iterator[torch.device]:
     """Select this machine's device of the cluster's kind, and set the threads of a rank."""
     if device.kind == "gpu":
-        if not torch.cuda.is_available():
+        accelerator = find_accelerator()
+        if accelerator is None:
             raise error(
                 "FXP602",
                 where=f"profiling {device.name} ({device.model})",
                 why="torch finds no GPU on this machine",
                 fix="profile on a machine with a GPU, and merge the files",
             )
-        yield torch.device("cuda", 0)
+        yield torch.device(accelerator, 0)
         return
     keep_freed_memory()  # As in ranks.
     before = torch.get_num_threads()

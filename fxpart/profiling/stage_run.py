@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpart.accelerator import is_accelerator, synchronize
 from fxpart.codegen.materialization import constants_of, materialize
 from fxpart.codegen.stage_loader import load_stage
 from fxpart.profiling.collective_ops import IdenticalRanksCommunicator
@@ -121,8 +122,8 @@ class StageRun:
 
     def now(self) -> float:
         """Return a time in seconds: the CPU time of a single thread, else the wall clock."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if is_accelerator(self._device):
+            synchronize(self._device)
         elif torch.get_num_threads() == 1:
             return time.thread_time()
         return time.perf_counter()

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fxpart.accelerator import find_accelerator
 from fxpart.compat import active_modes, default_device_of, has_modes, has_saved_tensor_hooks
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
@@ -244,9 +245,7 @@ def guard_compile(function: Callable[P, T]) -> Callable[P, T]:
         if isinstance(model, nn.Module):
             _check_tensors(model)
             _warn_about_evaluation_mode(model)
-        ambient = TorchModes(
-            precision=_get_precision(given), device="cuda" if torch.cuda.is_available() else "cpu"
-        )
+        ambient = TorchModes(precision=_get_precision(given), device=find_accelerator() or "cpu")
         with disable_torch_modes(ambient, TrainerCallKind.COMPILE, f"fxpart.{function.__name__}"):
             return function(*args, **kwargs)
 

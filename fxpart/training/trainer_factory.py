@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxpart.accelerator import CUDA, count_accelerators, find_accelerator, get_device_module
 from fxpart.codegen.materialization import constants_of, materialize, unused_state
 from fxpart.codegen.program_archive import load_exported
 from fxpart.codegen.stage_loader import load_stage
@@ -56,7 +57,7 @@ def make_trainer(
 
     weights: their source. weight_mode: replaces the plan's. options: the trainer's own.
     """
-    kind = "cuda" if _has_gpu_ranks(program.plan) else "cpu"
+    kind = _get_device_type(program.plan)
     captured = program.captured
     ambient = TorchModes(captured.default_dtype, captured.precision, kind, captured.mode_change)
     with (
@@ -165,7 +166,7 @@ def _check_frozen(program: Program) -> None:
 class _LocalPlacement:
     """The ranks and devices of a plan's stages and mesh ranks in this process.
 
-    ranks: of each stage and mesh rank. kind: "cpu" or "cuda".
+    ranks: of each stage and mesh rank. kind: their type in torch.
     """
 
     plan: Plan
@@ -179,12 +180,13 @@ class _LocalPlacement:
         """Connect the ranks."""
         size = get_stage_mesh(spec).size
         ranks = build_rank_table([plan.stages[stage].ranks for stage in stage_of(plan)], size)
-        kind = "cuda" if _check_gpus(plan) else "cpu"
+        _check_gpus(plan)
+        kind = _get_device_type(plan)
         step = plan.prediction.step_seconds
         transport = connect(plan.world, device=kind, timeout=timeout, predicted=step)
         made = cls(plan, ranks, size, kind, transport)
-        if kind == "cuda" and len(transport.local) == 1:
-            torch.cuda.set_device(made.device_of(transport.local[0]))
+        if kind != "cpu" and len(transport.local) == 1:
+            get_device_module(kind).set_device(made.device_of(transport.local[0]))
         return made
 
     @property
@@ -202,9 +204,9 @@ class _LocalPlacement:
 
     def device_of(self, rank: int) -> torch.device:
         """Return the device of a local rank, as the plan names it if it names devices."""
-        own = get_gpu_index(self.plan, rank) if self.kind == "cuda" and self.plan.devices else -1
-        if 0 <= own < torch.cuda.device_count():
-            return torch.device("cuda", own)
+        own = get_gpu_index(self.plan, rank) if self.kind != "cpu" and self.plan.devices else -1
+        if 0 <= own < count_accelerators():
+            return torch.device(self.kind, own)
         return _select_device(self.kind, rank, self.transport.local)
 
     def load(self, programs: Callable[[int], tuple[ProgramSpec, Sequence[str]]]) -> list[MeshRank]:
@@ -322,18 +324,20 @@ def _attach_plan(
     return made
 
 
-def _check_gpus(plan: Plan) -> bool:
-    """Return whether the plan's ranks are GPUs; FXP602 if they are and this machine has none."""
-    if not _has_gpu_ranks(plan):
-        return False
-    if not torch.cuda.is_available():
+def _check_gpus(plan: Plan) -> None:
+    """Raise FXP602 if the plan's ranks are GPUs and this machine has none."""
+    if _has_gpu_ranks(plan) and find_accelerator() is None:
         raise error(
             "FXP602",
             where=f"a plan for {plan.cluster.name}",
             why="its ranks are GPUs, and torch finds none on this machine",
             fix='compile for this machine (cluster="local:4"), or start the program on its cluster',
         )
-    return True
+
+
+def _get_device_type(plan: Plan) -> str:
+    """Return the type in torch of the ranks' devices."""
+    return (find_accelerator() or CUDA) if _has_gpu_ranks(plan) else "cpu"
 
 
 def _has_gpu_ranks(plan: Plan) -> bool:
@@ -344,7 +348,7 @@ def _select_device(kind: str, rank: int, local: tuple[int, ...]) -> torch.device
     """Return the rank's device: LOCAL_RANK under torchrun, round-robin over GPUs otherwise."""
     if kind == "cpu" or len(local) == 1:
         return local_device(kind)
-    return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device(kind, rank % count_accelerators())
 
 
 def _get_unused_state(program: Program, weights: Any) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpart.accelerator import CUDA, find_accelerator, get_device_module
 from fxpart.capture.captured_model import CapturedModel
 from fxpart.compat import TorchDispatchMode
 from fxpart.passes.objective import OBJECTIVE_KEY, TotalInputs
@@ -324,6 +325,8 @@ def draws_scalars(graph: fx.GraphModule) -> bool:
 @contextmanager
 def keyed_random(key: int, *, scalars: bool = False) -> Iterator[None]:
     """Use :class:`KeyedRandom` in a block of code, and restore the global generator afterwards."""
-    used = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(used), KeyedRandom(key, scalars=scalars):
+    kind = find_accelerator() or CUDA
+    module = get_device_module(kind)
+    used = [module.current_device()] if module.is_initialized() else []
+    with torch.random.fork_rng(used, device_type=kind), KeyedRandom(key, scalars=scalars):
         yield

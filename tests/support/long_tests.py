@@ -12,6 +12,7 @@ import re
 _OTHERS = r"(transformer|t5|bart|whisper|clip|bert|distilbert|mamba|resnet\w*|llama)\b"
 
 _CASES = (
+    r"runtime/test_stand_in\.py::test_every_program_like_the_cpu",
     r"\[densenet121(-\w+)?\]",  # in every test over the zoo
     # Of what is asked of each model of the zoo, these take longest and are much like others.
     r"(codegen|costmodels|profiling|passes|pricing|runtime)/\S+\[(transformer|bart|whisper)\]",

@@ -24,7 +24,17 @@ FOLDERS = ("fxpart", "passes", "costmodels")
 
 # From the bottom up: a part imports its own layer and those below.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "units", "rng", "environment", "registry", "_version", "compat"),
+    (
+        "errors",
+        "files",
+        "units",
+        "accelerator",
+        "rng",
+        "environment",
+        "registry",
+        "_version",
+        "compat",
+    ),
     ("cluster", "schedule", "sharding", "checkpoint", "diagnostics", "launch"),
     ("plan", "program", "solver", "costs"),
     ("collectives", "compiler", "capture", "annotations"),

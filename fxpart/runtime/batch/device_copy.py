@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fxpart.accelerator import allocate_pinned, is_accelerator
+
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on the device.
@@ -14,7 +16,7 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if tensor.device == device:
         return tensor
-    if device.type != "cuda" or tensor.device.type != "cpu":
+    if not is_accelerator(device) or tensor.device.type != "cpu":
         return tensor.to(device)
-    pinned = torch.empty_like(tensor, pin_memory=True)
+    pinned = allocate_pinned(tensor, torch.preserve_format)
     return pinned.copy_(tensor).to(device, non_blocking=True)

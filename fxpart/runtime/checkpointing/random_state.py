@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from fxpart.accelerator import find_accelerator, get_device_module
 from fxpart.errors import FxpartError, Problem
 
 
 def capture_torch_generators() -> dict[str, torch.Tensor]:
     """Return the states of torch's generators by kind."""
     found = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
+    kind = find_accelerator()
+    if kind is not None and get_device_module(kind).is_initialized():
+        found[kind] = get_device_module(kind).get_rng_state()
     return found
 
 
@@ -37,10 +39,12 @@ def restore_generators(given: Mapping[str, Any], where: str) -> None:
     """
     setters: dict[str, Callable[[Any], object]] = {
         "torch": lambda state: torch.set_rng_state(state.cpu()),
-        "cuda": lambda state: torch.cuda.set_rng_state(state) if torch.cuda.is_available() else 0,
         "numpy": np.random.set_state,
         "python": random.setstate,
     }
+    accelerator = find_accelerator()
+    if accelerator is not None:
+        setters[accelerator] = get_device_module(accelerator).set_rng_state
     for kind, set_state in setters.items():
         if kind in given:
             try:

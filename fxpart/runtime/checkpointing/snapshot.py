@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxpart.accelerator import allocate_pinned, is_accelerator, synchronize
 from fxpart.checkpoint.dtypes import DTYPES
 from fxpart.checkpoint.regions import TensorRegion, make_full_region
 from fxpart.checkpoint.writer import CheckpointShard
@@ -42,9 +43,12 @@ class StagingBuffers:
         """Copy a tensor; the copy is valid until the next one of the same key."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            if is_accelerator(tensor.device):
+                buffer = allocate_pinned(tensor, torch.contiguous_format)
+            else:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._buffers[key] = buffer
-        return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        return buffer.copy_(tensor, non_blocking=is_accelerator(tensor.device))
 
 
 @dataclass
@@ -95,8 +99,8 @@ def take_snapshot(
             **async_state.capture_trainer_state(trainer),
         }
     builder.random()
-    if any(device.type == "cuda" for device in trainer._devices.values()):
-        torch.cuda.synchronize()
+    for device in set(trainer._devices.values()):
+        synchronize(device)
     return builder.snapshot
 
 

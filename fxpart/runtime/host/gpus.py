@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from fxpart.accelerator import get_device_module
 from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem, error
 
@@ -15,18 +16,19 @@ from fxpart.errors import FxpartError, Problem, error
 def local_device(device: str = "cpu") -> torch.device:
     """Return the device of this process: the CPU, or its GPU.
 
-    device: "cpu" or "cuda". The GPU is the visible one with index LOCAL_RANK, or the only visible
-    one, as where a batch system shows each task its own. FXP602 if several GPUs are visible, and
-    fewer than LOCAL_RANK needs.
+    device: "cpu", "cuda" or the type of another accelerator. The GPU is the visible one with index
+    LOCAL_RANK, or the only visible one, as where a batch system shows each task its own. FXP602 if
+    several GPUs are visible, and fewer than LOCAL_RANK needs.
     """
-    if device != "cuda":
+    if device == "cpu":
         return torch.device(device)
     found = read_launch()
-    index, visible = (0 if found is None else found.local_rank), torch.cuda.device_count()
+    index = 0 if found is None else found.local_rank
+    visible = get_device_module(device).device_count()
     if index < visible or visible == 0:  # without GPUs torch raises its own error on first use
-        return torch.device("cuda", index)
+        return torch.device(device, index)
     if visible == 1:
-        return torch.device("cuda", 0)
+        return torch.device(device, 0)
     raise error(
         "FXP602",
         where=f"LOCAL_RANK={index}",

@@ -17,6 +17,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpart.accelerator import get_device_module, is_accelerator, synchronize
+
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET = "5"  # See proc_pid_clear_refs(5): resets the peak to the current resident set.
@@ -47,7 +49,7 @@ class MemoryFootprint:
 
     def __init__(self, device: torch.device | None = None, *, tensors: bool = False) -> None:
         """device: by default the process's memory on the CPU."""
-        self._device = device if device is not None and device.type == "cuda" else None
+        self._device = device if device is not None and is_accelerator(device) else None
         self._live = LiveTensorCounter() if tensors else None
         self._baseline = 0
         self._exact = True
@@ -55,9 +57,10 @@ class MemoryFootprint:
     def start(self) -> None:
         """Reset the peaks; the current memory becomes the baseline."""
         if self._device is not None:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._baseline = torch.cuda.memory_allocated(self._device)
+            synchronize(self._device)
+            module = get_device_module(self._device)
+            module.reset_peak_memory_stats(self._device)
+            self._baseline = module.memory_allocated(self._device)
         else:
             self._exact = _reset_peak()
             self._baseline = read_resident_bytes()
@@ -68,10 +71,11 @@ class MemoryFootprint:
         """Return the peaks since ``start()``; measurement continues."""
         live = self._live.peak if self._live is not None else 0
         if self._device is not None:
+            module = get_device_module(self._device)
             return MemoryPeaks(
                 baseline=self._baseline,
-                peak=torch.cuda.max_memory_allocated(self._device),
-                reserved=torch.cuda.max_memory_reserved(self._device),
+                peak=module.max_memory_allocated(self._device),
+                reserved=module.max_memory_reserved(self._device),
                 live=live,
             )
         # Linux counts resident pages in batches: right after start() its peak may be slightly less.

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from fxpart.accelerator import is_accelerator, synchronize
 from fxpart.collectives.communicator import CollectiveHandle, Start
 from fxpart.errors import error
 from fxpart.runtime.executor.executor import Instruction
@@ -70,7 +71,7 @@ class Recorder:
             rank: RankRecorder(self, rank, devices[rank]) for rank in transport.local
         }
         self._footprint = MemoryFootprint(devices[transport.local[0]])
-        self._baseline = 0 if devices[transport.local[0]].type == "cuda" else baseline
+        self._baseline = 0 if is_accelerator(devices[transport.local[0]]) else baseline
         self._merged: MeasuredTimeline | None = None
         self._waits_for_messages = len(transport.local) != transport.ranks
         self.gathered = LocalMeasurements()
@@ -205,8 +206,7 @@ class RankRecorder:
 
     def now(self) -> int:
         """Return the time after synchronizing the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter_ns()
 
     def begin(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpart.accelerator import is_accelerator
 from fxpart.compat.multi_optimizer import MultiOptimizer, members
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
@@ -67,7 +68,7 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
             unset = group["fused"] is None and group["foreach"] is None
             plain = not (group["differentiable"] or isinstance(group["lr"], torch.Tensor))
             parameters = group["params"]
-            if unset and plain and parameters and all(p.is_cuda for p in parameters):
+            if unset and plain and parameters and all(is_accelerator(p.device) for p in parameters):
                 group["fused"] = all(p.is_floating_point() for p in parameters) or None
 
 

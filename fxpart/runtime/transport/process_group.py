@@ -8,9 +8,9 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from fxpart.accelerator import get_device_module
 from fxpart.environment import Launch, bind_to_loopback, read_launch
 from fxpart.errors import FxpartError, error
 from fxpart.launch import die_with_parent
@@ -56,8 +56,9 @@ def connect(
             timeout=deadline, one_machine=here, shared_memory=shared_memory
         )
         _watch_group(made, deadline)
+        if device != "cpu":
+            get_device_module(device).set_device(local_device(device))
         if device == "cuda":
-            torch.cuda.set_device(local_device(device))
             check_distinct_gpus(made.exchange_bytes)
         return made
     found = read_launch()
@@ -90,8 +91,9 @@ def _create_process_group(found: Launch, device: str, deadline: Deadline) -> Non
         die_with_parent()
     # Start times differ more than steps do: imports, slow disks, a process that prepares data.
     backend, timeout = "gloo", max(deadline.seconds, _BEGINNING)
+    if device != "cpu":
+        get_device_module(device).set_device(local_device(device))
     if device == "cuda":
-        torch.cuda.set_device(local_device(device))
         backend = "cpu:gloo,cuda:nccl"
     rendezvous = join_rendezvous(found, timeout)
     if found.supervised:
