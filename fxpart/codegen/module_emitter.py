@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fxpart.codegen.identifiers import comment, identifier, place, quoted
 from fxpart.codegen.literals import COLLECTIVES, MESH, NameScope, call
 from fxpart.codegen.size_expressions import dim_text
 from fxpart.codegen.stage_split import StageGraph
+from fxpart.collectives import all_gather
 from fxpart.compiler.graph_edit import annotation
 from fxpart.errors import FxpartError, Problem
 from fxpart.program.spec import StateSpec
@@ -67,6 +69,7 @@ def emit(stage: StageGraph, *, blocks: bool = False) -> str:
         "",
         f"class {cls}(torch.nn.Module):",
         f"    INDEX = {stage.spec.index}",
+        *(f"    {line}" for line in _gathers(stage)),
         "",
         '    def __init__(self, device: str | torch.device = "cpu") -> None:',
         "        super().__init__()",
@@ -97,6 +100,27 @@ def _header(stage: StageGraph) -> Iterator[str]:
     for value, targets in zip(spec.outputs, spec.targets, strict=True):
         goal = f"to stage {', '.join(map(str, targets))}" if targets else "result"
         yield f"# gives {comment(value.name)}: {_spec_text(value.dtype, value.shape)}, {goal}"
+
+
+def _gathers(stage: StageGraph) -> Iterator[str]:
+    """Yield the gathers of parameters with their arguments, by block, in order of the program."""
+    attribute = {s.name: s.attribute for s in stage.spec.state if s.kind == "parameter"}
+    found: list[tuple[int | None, tuple[Any, ...]]] = []
+    for node in stage.graph.find_nodes(op="call_function", target=all_gather):
+        shard, *how = node.args
+        name = attribute.get(str(shard.target)) if isinstance(shard, fx.Node) else None
+        how += [1] * (4 - len(how))  # the default of outer
+        if name is not None and all(type(x) in (int, str) for x in how):
+            found.append((annotation(node).block, (name, *how)))
+    if found:
+        yield "GATHERS = (  # by block: attribute, axis, dim, size of the whole dim, outer"
+        for _, own in groupby(found, key=lambda one: one[0]):
+            yield f"    ({', '.join(_literal(how) for _, how in own)},),"
+        yield ")"
+
+
+def _literal(how: Sequence[int | str]) -> str:
+    return f"({', '.join(quoted(x) if isinstance(x, str) else str(x) for x in how)})"
 
 
 def _count(state: StateSpec) -> int:

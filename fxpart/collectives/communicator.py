@@ -28,6 +28,20 @@ class CollectiveHandle(Protocol):
         """Return the result; raise TransferTimeoutError or PeerLostError."""
 
 
+class GatheredParameters(Protocol):
+    """Parameters whose gathers have started before their use."""
+
+    def take(self, x: torch.Tensor, axis: object, dim: int, outer: int) -> torch.Tensor | None:
+        """Return the whole parameter of a shard; None for another tensor."""
+
+
+class GradientScatters(Protocol):
+    """Gradients of sharded parameters that are reduced during the backward."""
+
+    def add(self, parameter: torch.Tensor, finish: Callable[[], torch.Tensor]) -> None:
+        """Add a started reduction; ``finish`` returns the gradient of the shard."""
+
+
 Start: TypeAlias = Callable[..., CollectiveHandle]
 _STARTS = {
     "all_reduce": "_reduce", "all_gather": "_gather", "reduce_scatter": "_scatter",
@@ -89,10 +103,16 @@ class Communicator(ABC):
     A backend implements ``_reduce``, ``_gather``, ``_scatter`` and ``_exchange`` on flat,
     contiguous tensors. An input must not change between a start and the end of its wait. mesh,
     mesh, mesh_rank: the mesh and this rank in it. counts: see :class:`CommunicationCounts`. fake:
-    there are no other ranks, and only shapes matter.
+    there are no other ranks, and only shapes matter. ahead: gathers the parameters of the stage
+    module that is called now (:class:`~fxpart.collectives.gather_prefetch.ForwardGathers`).
+    blocks_ahead: for how many blocks it does so before their use. scatters: takes the gradients of
+    sharded parameters in the backward that runs now.
     """
 
     fake = False
+    ahead: GatheredParameters | None = None
+    blocks_ahead = 0
+    scatters: GradientScatters | None = None
 
     def __init__(self, mesh: Mesh, mesh_rank: int) -> None:
         """mesh_rank: this rank's position in the mesh."""

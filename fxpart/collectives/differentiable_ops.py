@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from fxpart.collectives import redistribution
 from fxpart.collectives.communicator import Communicator, Size
+from fxpart.compat import is_watched
 
 
 def _tracked(x: torch.Tensor) -> bool:
@@ -47,9 +48,17 @@ def all_gather(
     if mesh.size(axis) == 1:
         return x
     if not _tracked(x):
-        return redistribution.gather(mesh, x, axis, dim, size, outer)
+        return _gather(mesh, x, axis, dim, size, outer)
     found: torch.Tensor = _AllGather.apply(x, mesh, axis, dim, size, outer, gradient)  # type: ignore[no-untyped-call]
     return found
+
+
+def _gather(
+    mesh: Communicator, x: torch.Tensor, axis: str, dim: int, size: Size, outer: int
+) -> torch.Tensor:
+    """Gather a tensor, whose gather has started if it is a parameter of the stage."""
+    found = None if mesh.ahead is None else mesh.ahead.take(x, axis, dim, outer)
+    return redistribution.gather(mesh, x, axis, dim, size, outer) if found is None else found
 
 
 def all_reduce(mesh: Communicator, x: torch.Tensor, axis: str, gradient: str = "R") -> torch.Tensor:
@@ -163,8 +172,9 @@ class _AllGather(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.how = mesh, axis, dim, outer
         ctx.whole = size  # for fxpart.collectives.parameter_regather
+        ctx.parameter = x if x.is_leaf else None
         ctx.partial = gradient == "P"
-        return redistribution.gather(mesh, x, axis, dim, size, outer)
+        return _gather(mesh, x, axis, dim, size, outer)
 
     @staticmethod
     @once_differentiable
@@ -172,6 +182,10 @@ class _AllGather(torch.autograd.Function):
         back = redistribution.scatter if ctx.partial else redistribution.cut
         mesh, axis, dim, outer = ctx.how
         grad = grad.to_dense() if grad.is_sparse else grad  # of a gathered table
+        late, parameter = mesh.scatters, ctx.parameter
+        if ctx.partial and late is not None and parameter is not None and not is_watched(parameter):
+            late.add(parameter, redistribution.start_scatter(mesh, grad, axis, dim, outer))
+            return None, None, None, None, None, None, None
         return back(mesh, grad, axis, dim, outer), None, None, None, None, None, None
 
 

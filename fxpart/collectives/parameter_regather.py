@@ -15,9 +15,10 @@ import torch
 
 from fxpart.collectives import redistribution
 from fxpart.collectives.differentiable_ops import _AllGather
+from fxpart.collectives.gather_prefetch import BackwardGathers, Finish, RegatheredTensor
 from fxpart.compat import own_backward, saved_hooks, view_base
 
-Make = Callable[[], torch.Tensor]
+Start = Callable[[], Finish]
 
 
 class ParameterRegather:
@@ -33,47 +34,37 @@ class ParameterRegather:
         self.dropped = 0
         self.bytes = 0
 
-    def hooks(self) -> AbstractContextManager[Any]:
+    def hooks(
+        self, gathers: BackwardGathers | None = None, block: Callable[[], int] = int
+    ) -> AbstractContextManager[Any]:
         """Return the context in which forward saves no gathered parameter.
 
-        All other tensors use the surrounding hooks, if any.
+        All other tensors use the surrounding hooks, if any. gathers: those of the backward, by
+        default each starts where it is needed. block: returns the current block of the forward.
         """
         keep, bring = saved_hooks() or (_same, _same)
+        again = BackwardGathers(0) if gathers is None else gathers
 
-        def pack(tensor: torch.Tensor) -> _RegatheredTensor | Any:
-            made = recipe(tensor)
-            if made is None:
+        def pack(tensor: torch.Tensor) -> RegatheredTensor | Any:
+            start = recipe(tensor)
+            if start is None:
                 return keep(tensor)
             self.dropped += 1
             self.bytes += tensor.nbytes
-            return _RegatheredTensor(made)
+            return again.add(start, block())
 
-        def unpack(kept: _RegatheredTensor | Any) -> torch.Tensor:
-            return kept.make() if isinstance(kept, _RegatheredTensor) else bring(kept)
+        def unpack(kept: RegatheredTensor | Any) -> torch.Tensor:
+            return kept.make() if isinstance(kept, RegatheredTensor) else bring(kept)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-class _RegatheredTensor:
-    """Placeholder for a saved tensor that is gathered again."""
-
-    __slots__ = ("_made",)
-
-    def __init__(self, made: Make) -> None:
-        self._made = made
-
-    def make(self) -> torch.Tensor:
-        """Return the tensor."""
-        with torch.no_grad():
-            return self._made()
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def recipe(tensor: torch.Tensor) -> Make | None:
-    """Return how to recreate a gathered parameter, its cast or its view; None for other tensors."""
+def recipe(tensor: torch.Tensor) -> Start | None:
+    """Return what starts gathering a parameter, its cast or its view; None for other tensors."""
     if tensor.grad_fn is None:
         return None
     found = _made_by(tensor.grad_fn, tensor)
@@ -89,7 +80,17 @@ def recipe(tensor: torch.Tensor) -> Make | None:
     if whole is None:
         return None
     layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-    return lambda: whole().as_strided(*layout)
+    return _then(whole, lambda found: found.as_strided(*layout))
+
+
+def _then(start: Start, change: Callable[[torch.Tensor], torch.Tensor]) -> Start:
+    """Return what starts the same, and changes the result."""
+
+    def begin() -> Finish:
+        finish = start()
+        return lambda: change(finish())
+
+    return begin
 
 
 def _end_of_views(function: Any) -> Any:
@@ -100,16 +101,16 @@ def _end_of_views(function: Any) -> Any:
     return function
 
 
-def _made_by(function: Any, like: torch.Tensor) -> Make | None:
-    """Return how to recreate a node's result if it only gathers a parameter."""
+def _made_by(function: Any, like: torch.Tensor) -> Start | None:
+    """Return what starts recreating a node's result if it only gathers a parameter."""
     if function.name() == "ToCopyBackward0":
         dtype, device = like.dtype, like.device
         inner = _gathered(function.next_functions[0][0])
-        return None if inner is None else lambda: inner().to(device=device, dtype=dtype)
+        return None if inner is None else _then(inner, lambda x: x.to(device=device, dtype=dtype))
     return _gathered(function)
 
 
-def _gathered(function: Any) -> Make | None:
+def _gathered(function: Any) -> Start | None:
     if own_backward(function) is not _AllGather:
         return None
     mesh, axis, dim, outer = function.how
@@ -117,8 +118,8 @@ def _gathered(function: Any) -> Make | None:
     before = function.next_functions[0][0]
     parameter = getattr(before, "variable", None)
     if parameter is not None:
-        return lambda: redistribution.gather(mesh, parameter.detach(), axis, dim, size, outer)
+        return lambda: redistribution.start_gather(mesh, parameter.detach(), axis, dim, size, outer)
     inner = _gathered(before)
     if inner is None:
         return None
-    return lambda: redistribution.gather(mesh, inner(), axis, dim, size, outer)
+    return _then(inner, lambda x: redistribution.gather(mesh, x, axis, dim, size, outer))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fxpart.collectives.communicator import Axis, Communicator, Size
@@ -37,25 +39,40 @@ def gather(
     mesh: Communicator, x: torch.Tensor, axis: Axis, dim: int, size: Size, outer: int = 1
 ) -> torch.Tensor:
     """Gather all shards as one tensor (all-gather)."""
+    return start_gather(mesh, x, axis, dim, size, outer)()
+
+
+def start_gather(
+    mesh: Communicator, x: torch.Tensor, axis: Axis, dim: int, size: Size, outer: int = 1
+) -> Callable[[], torch.Tensor]:
+    """Start an all-gather; return a function that waits for it and returns the tensor."""
     shape = resized(x.shape, dim, size)
     if mesh.fake:
-        return _made(mesh, "all_gather", axis, x, shape, shape)
+        return lambda: _made(mesh, "all_gather", axis, x, shape, shape)
     parts = mesh.size(axis)
     counts = piece_counts(shape, dim, outer, parts)  # type: ignore[arg-type]
-    flat = mesh.start_all_gather(x, axis, counts).wait()
-    return unpack(flat, shape, dim, outer, parts)  # type: ignore[arg-type]
+    handle = mesh.start_all_gather(x, axis, counts)
+    return lambda: unpack(handle.wait(), shape, dim, outer, parts)  # type: ignore[arg-type]
 
 
 def scatter(
     mesh: Communicator, x: torch.Tensor, axis: Axis, dim: int, outer: int = 1
 ) -> torch.Tensor:
     """Return this rank's shard of the sum (reduce-scatter)."""
+    return start_scatter(mesh, x, axis, dim, outer)()
+
+
+def start_scatter(
+    mesh: Communicator, x: torch.Tensor, axis: Axis, dim: int, outer: int = 1
+) -> Callable[[], torch.Tensor]:
+    """Start a reduce-scatter; return a function that waits for it and returns the shard."""
     parts, place = mesh.size(axis), mesh.place(axis)
     shape = resized(x.shape, dim, outer * lengths(x.shape[dim], parts, outer)[place])
     if mesh.fake:
-        return _made(mesh, "reduce_scatter", axis, x, x.shape, shape)
+        return lambda: _made(mesh, "reduce_scatter", axis, x, x.shape, shape)
     flat, counts = pack(x, dim, outer, parts)
-    return mesh.start_reduce_scatter(flat, axis, counts).wait().view(shape)
+    handle = mesh.start_reduce_scatter(flat, axis, counts)
+    return lambda: handle.wait().view(shape)
 
 
 def turn(

@@ -56,7 +56,7 @@ from fxpart.compat.optimizers import (
     steps_as_its_class,
 )
 from fxpart.compat.process_groups import default_store
-from fxpart.compat.saved_tensors import release_saved, saved_hooks, saved_slots
+from fxpart.compat.saved_tensors import is_watched, release_saved, saved_hooks, saved_slots
 from fxpart.compat.symbolic_shapes import (
     disable_guards,
     floor_division,
@@ -139,6 +139,7 @@ __all__ = [
     "is_compiled",
     "is_fake",
     "is_plain_fake",
+    "is_watched",
     "keep_gpu_autocast",
     "like_fake",
     "make_proxy_optimizer",

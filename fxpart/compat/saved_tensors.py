@@ -49,6 +49,11 @@ def saved_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.
     return cast("tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None", found)
 
 
+def is_watched(leaf: torch.Tensor) -> bool:
+    """Return whether hooks see the gradient of a leaf (``_backward_hooks`` and the like)."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
 def _nothing(tensor: object) -> None:
     """Return None in place of a tensor."""
 

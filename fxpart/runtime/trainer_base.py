@@ -154,8 +154,9 @@ class TrainerBase(EntryPoints):
         if spec.sharding is not None:
             sums, own = find_reduction_axes(spec.sharding), self._devices[transport.local[0]]
             self._meshes = MeshCommunicators(
-                get_stage_mesh(spec), self._mesh_ranks, self._ranks, transport, sums, own
-            )
+                get_stage_mesh(spec), self._mesh_ranks, self._ranks, transport, sums, own,
+                self.options.blocks_ahead(own),
+            )  # fmt: skip
         leave = _ignore_end if self._meshes is None else self._meshes.leave
         self._threads = MeshRankThreads([mesh_rank.index for mesh_rank in self._mesh_ranks], leave)
         splits = any(a.kind is ActionKind.W for row in placed.ranks for a in row)

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast, get_args
 
+import torch
+
+from fxpart.accelerator import is_accelerator
 from fxpart.errors import error
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.schedule.action import Schedule
@@ -26,7 +29,8 @@ class TrainerOptions:
     :mod:`fxpart.runtime.executor.recompute`. compile_stages: a backend of torch.compile for each
     stage, or whether to use inductor: see :mod:`fxpart.runtime.executor.torch_compile`. pin: bind
     each local rank to its own cores, or "auto" if that is useful: see
-    :mod:`fxpart.runtime.host.cpu_affinity`.
+    :mod:`fxpart.runtime.host.cpu_affinity`. gather_ahead: for how many blocks ZeRO-3 gathers
+    parameters before their use; by default one on accelerators, and none on CPUs.
     """
 
     microbatches: int
@@ -38,6 +42,7 @@ class TrainerOptions:
     recompute: str | Mapping[int, str] = "none"
     compile_stages: bool | str = False
     pin: bool | str = False
+    gather_ahead: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainerOptions:
@@ -54,8 +59,15 @@ class TrainerOptions:
                 raise _make_error(f"{name}={largest}", "it is not positive", "leave it out")
         if made.clip_norm is not None and made.clip_value is not None:
             raise _make_error("clip_norm, clip_value", "both are given", "pass only one of them")
+        if made.gather_ahead is not None and made.gather_ahead < 0:
+            where = f"gather_ahead={made.gather_ahead}"
+            raise _make_error(where, "it is negative", "use 0 to gather parameters at their use")
         made.recomputes(0)
         return made
+
+    def blocks_ahead(self, device: torch.device) -> int:
+        """Return for how many blocks parameters are gathered ahead on a device."""
+        return int(is_accelerator(device)) if self.gather_ahead is None else self.gather_ahead
 
     def recomputes(self, stages: int) -> dict[int, Mode]:
         """Return the recompute mode of each stage that does not store all activations."""

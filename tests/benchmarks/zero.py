@@ -5,7 +5,8 @@
 Two ranks of one thread over gloo train a small GPT with AdamW on halves of the batch. All trainers
 make the same steps in turn, so that a busy machine disturbs all alike; ratios are medians over
 rounds, against fully_shard (each block and the whole, gathered again for the backward). ``kept`` is
-what a rank holds between two steps: parameters, gradients and optimizer state. ``peak`` is the most
+what a rank holds between two steps: parameters, gradients and optimizer state. ``zero3_ahead``
+gathers one block ahead and reduces meanwhile, the default on accelerators. ``peak`` is the most
 that its tensors take during a step.
 """
 
@@ -76,7 +77,7 @@ class Theirs:
 class Ours:
     """A compiled program."""
 
-    def __init__(self, options: argparse.Namespace, zero: int) -> None:
+    def __init__(self, options: argparse.Namespace, zero: int, ahead: int = 0) -> None:
         rows = torch.zeros(options.rows, options.length, dtype=torch.int64)
         made = fxpart.compile(
             model(options),
@@ -86,7 +87,7 @@ class Ours:
             microbatches=options.microbatches,
             constraints={"mesh": "dp=2", "stages": 1, "zero": zero},
         )
-        self.trainer = made.trainer(torch.optim.AdamW)
+        self.trainer = made.trainer(torch.optim.AdamW, gather_ahead=ahead)
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """One step of the global batch."""
@@ -147,6 +148,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     made: dict[str, Theirs | Ours] = {"fully_shard": Theirs(options)}
     made |= {f"zero{level}": Ours(options, level) for level in (0, 1, 2, 3)}
+    made["zero3_ahead"] = Ours(options, 3, ahead=1)
     losses = {name: [float(each.step(batch)) for _ in range(2)][-1] for name, each in made.items()}
     taken: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(options.rounds):

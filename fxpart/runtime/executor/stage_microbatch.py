@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fxpart.collectives.gather_prefetch import BackwardGathers
 from fxpart.program.edges import ValueEdge
 from fxpart.runtime.executor.split_backward import BackwardSplitter, WeightBackward
 from fxpart.runtime.executor.stage_signature import StageSignature
@@ -26,6 +27,7 @@ class StageMicrobatch:
 
     __slots__ = (
         "_edges",
+        "_gathers",
         "gradients",
         "inputs",
         "outlives_backward",
@@ -43,6 +45,7 @@ class StageMicrobatch:
         self.gradients: dict[int, torch.Tensor] = {}
         self.outlives_backward = False
         self._edges: tuple[GradientEdge | None, ...] | None = None
+        self._gathers: BackwardGathers | None = None
 
     def forward(self, key: int, *, train: bool) -> None:
         """Run the stage module on ``inputs``."""
@@ -61,6 +64,7 @@ class StageMicrobatch:
                             used[position]
                         )
             self.outputs = table.keeping.call(table.module, key, used, train=train)
+            self._gathers = table.keeping.take_gathers()
 
     def value(self, link: ValueEdge, *, forward: bool) -> torch.Tensor:
         """Return the tensor that a link carries: an output, or the gradient of an input."""
@@ -88,7 +92,8 @@ class StageMicrobatch:
         """Add to the parameters' gradients, and store those of the inputs (zeros if none)."""
         tensors, gradients = roots.of(self)
         if tensors:
-            torch.autograd.backward(tensors, gradients)  # type: ignore[arg-type]
+            with self.table.keeping.reduce_meanwhile(self.table.module):
+                torch.autograd.backward(tensors, gradients)  # type: ignore[arg-type]
         self._end()
 
     def backward_inputs(
@@ -102,6 +107,9 @@ class StageMicrobatch:
         return rest
 
     def _end(self) -> None:
+        if self._gathers is not None:
+            self._gathers.close()
+            self._gathers = None
         for position in self.table.gradient_inputs:
             leaf = self.inputs[position]
             if leaf.grad is None:

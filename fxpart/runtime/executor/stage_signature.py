@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxpart.collectives.gather_prefetch import BackwardGathers, BackwardScatters, ForwardGathers
 from fxpart.collectives.parameter_regather import ParameterRegather
 from fxpart.program.edges import ValueEdge
 from fxpart.program.spec import ProgramSpec, StageSpec, has_backward
@@ -32,6 +34,8 @@ class SavedTensorPolicy:
         sharding = {} if spec.sharding is None else spec.sharding.state
         cut = any("S(" in sharding[s.name].placements for s in stage.state if s.name in sharding)
         self.regather = ParameterRegather() if cut else None
+        self._blocks = getattr(module, "GATHERS", ())  # Of modules that fxpart has written.
+        self._gathers: BackwardGathers | None = None
 
     def call(
         self, module: nn.Module, key: int, inputs: list[Any], *, train: bool
@@ -45,14 +49,44 @@ class SavedTensorPolicy:
             found = module(key, *inputs)
             return found
         again = self.regather
-        if again is None or not train:
+        if again is None:
             found = module(key, *inputs)
             return found
-        before = again.dropped
-        with again.hooks():
-            found = module(key, *inputs)
-        if again.dropped == before:  # It gathers no parameter: the hooks would only cost time.
-            self.regather = None
+        mesh: Any = module.mesh
+        forward = ForwardGathers(module, mesh, self._blocks, mesh.blocks_ahead)
+        mesh.ahead = forward if mesh.blocks_ahead else None
+        try:
+            if not train:
+                found = module(key, *inputs)
+            else:
+                before = again.dropped
+                self._gathers = BackwardGathers(mesh.blocks_ahead)
+                with again.hooks(self._gathers, lambda: forward.block):
+                    found = module(key, *inputs)
+                if again.dropped == before:  # Hooks that find no parameter only cost time.
+                    self.regather = None
+        finally:
+            mesh.ahead = None
+        forward.close()
+        return found
+
+    @contextmanager
+    def reduce_meanwhile(self, module: nn.Module) -> Iterator[None]:
+        """Reduce the gradients of sharded parameters during the backward in the context."""
+        mesh: Any = module.mesh if self._blocks else None
+        if mesh is None or not mesh.blocks_ahead:
+            yield
+            return
+        mesh.scatters = late = BackwardScatters()
+        try:
+            yield
+        finally:
+            mesh.scatters = None
+        late.close()
+
+    def take_gathers(self) -> BackwardGathers | None:
+        """Return the gathers for the backward of the last forward."""
+        found, self._gathers = self._gathers, None
         return found
 
 

@@ -33,11 +33,13 @@ class MeshCommunicators:
         transport: Transport,
         sums: Collection[tuple[str, ...]] = (),
         device: torch.device | None = None,
+        gather_ahead: int = 0,
     ) -> None:
         """Create the communicators; every rank must call it.
 
         ranks: of each stage and mesh rank. sums: mesh axes over which gradients are reduced.
-        device: of this process's tensors, by default the CPU.
+        device: of this process's tensors, by default the CPU. gather_ahead: for how many blocks
+        sharded parameters are gathered ahead.
         """
         if {rank for stage in ranks for rank in stage} != set(range(transport.ranks)):
             raise error(
@@ -73,6 +75,8 @@ class MeshCommunicators:
             self._reduction_communicators = made[-1] if sums else {}
         for place, end in self._reduction_communicators.items():
             end.counts = self._communicators[place].counts
+        for own in self._communicators.values():
+            own.blocks_ahead = gather_ahead
         for mesh_rank in mesh_ranks:
             self.attach(mesh_rank.index, mesh_rank.modules)
 
