@@ -150,13 +150,7 @@ class TrainerBase(EntryPoints):
         schedule, microbatches = self.options.schedule, max(self.microbatches, 1)
         firsts = get_pipeline_ranks(self._ranks, 0)
         placed = resolve_schedule(schedule, spec, firsts, microbatches, transport.ranks)
-        self._meshes: MeshCommunicators | None = None
-        if spec.sharding is not None:
-            sums, own = find_reduction_axes(spec.sharding), self._devices[transport.local[0]]
-            self._meshes = MeshCommunicators(
-                get_stage_mesh(spec), self._mesh_ranks, self._ranks, transport, sums, own,
-                self.options.blocks_ahead(own),
-            )  # fmt: skip
+        self._meshes = self._connect_meshes()
         leave = _ignore_end if self._meshes is None else self._meshes.leave
         self._threads = MeshRankThreads([mesh_rank.index for mesh_rank in self._mesh_ranks], leave)
         splits = any(a.kind is ActionKind.W for row in placed.ranks for a in row)
@@ -225,6 +219,17 @@ class TrainerBase(EntryPoints):
         self._pinned.restore()
 
     # -- internals --------------------------------------------------------------------------------
+
+    def _connect_meshes(self) -> MeshCommunicators | None:
+        """Return the communicators of this process's mesh ranks; None without a mesh."""
+        sharding = self.spec.sharding
+        if sharding is None:
+            return None
+        own = self._devices[self._transport.local[0]]
+        return MeshCommunicators(
+            get_stage_mesh(self.spec), self._mesh_ranks, self._ranks, self._transport,
+            find_reduction_axes(sharding), own, self.options.blocks_ahead(own),
+        )  # fmt: skip
 
     def _compile(self, splits: bool) -> StageCompiler | None:
         """Compile the stages if requested; on all ranks or none."""
