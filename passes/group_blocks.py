@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpart.compiler.block_identity import identity
 from fxpart.compiler.block_names import block_names
+from fxpart.compiler.duplicated_ops import find_duplicated_ops
 from fxpart.compiler.graph_cuts import closed_cuts, crossing, operations
 from fxpart.compiler.graph_edit import annotate
 from fxpart.compiler.node_annotation import BLOCKS_KEY, NO_CUT_KEY, BlockInfo, Level
@@ -36,7 +37,8 @@ class GroupBlocksPass:
     granularity: "block" cuts between compute-intensive ops where the crossing bytes are locally
     minimal (in a transformer: between attention and feed-forward of each layer); "op" cuts
     everywhere. max_blocks: adjacent blocks with the least work are merged down to this number. A
-    list and its items, data-dependent sizes, and all uses of written state stay together.
+    list and its items, data-dependent sizes, and all uses of written state stay together. A block
+    has an op that is not duplicated, so that no stage is empty.
     """
 
     granularity: str = "block"
@@ -54,6 +56,7 @@ class GroupBlocksPass:
         cuts = allowed if self.granularity == "op" else _good_cuts(ops, allowed)
         weights = [work(n) for n in ops]
         blocks = [ops[a:b] for a, b in pairwise([0, *(c + 1 for c in cuts), len(ops)])]
+        blocks = _join_duplicated(blocks, find_duplicated_ops(graph_module.graph))
         blocks = _merge(blocks, dict(zip(ops, weights, strict=True)), self.max_blocks)
         for number, nodes in enumerate(blocks):
             for node in nodes:
@@ -120,6 +123,22 @@ def _undominated(
         if right - left <= _LAYER or piece <= before[-1] * _SHARE:
             kept.discard(c)
     return [candidates[i] for i in sorted(kept)]
+
+
+def _join_duplicated(
+    blocks: list[list[fx.Node]], duplicated: Container[fx.Node]
+) -> list[list[fx.Node]]:
+    """Join blocks of only duplicated ops to the next block, the last ones to the previous block."""
+    joined: list[list[fx.Node]] = []
+    waiting: list[fx.Node] = []
+    for nodes in blocks:
+        waiting = waiting + nodes
+        if not all(node in duplicated for node in nodes):
+            joined.append(waiting)
+            waiting = []
+    if waiting and joined:
+        joined[-1] = joined[-1] + waiting
+    return joined or [waiting]
 
 
 def _merge(

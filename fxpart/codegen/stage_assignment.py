@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch import fx
@@ -46,17 +46,22 @@ def stages_of(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def check_stage_assignment(
-    stages: Mapping[fx.Node, int], alive: set[fx.Node], effects: StateWrites, outside: set[fx.Node]
+    stages: Mapping[fx.Node, int],
+    alive: set[fx.Node],
+    effects: StateWrites,
+    outside: set[fx.Node],
+    duplicated: Container[fx.Node] = (),
 ) -> None:
     """Raise FXP201 with everything that makes the assignment invalid.
 
-    outside: values returned as the loss or as outputs. Values must only flow forward, only tensors
-    of known shape may cross, and written state must be used on a single stage.
+    outside: values returned as the loss or as outputs. duplicated: ops that each stage runs itself.
+    Values must only flow forward, only tensors of known shape may cross, and written state must be
+    used on a single stage.
     """
     problems: list[Problem] = []
     for node in stages:
         if node in alive:
-            problems.extend(_inputs(node, stages))
+            problems.extend(_inputs(node, stages, duplicated))
     for name, touching in effects.touching.items():
         used = sorted({stages[n] for n in touching if n in alive})
         if len(used) > 1:
@@ -75,11 +80,13 @@ def check_stage_assignment(
         raise FxpartError(problems)
 
 
-def _inputs(node: fx.Node, stages: Mapping[fx.Node, int]) -> Iterator[Problem]:
+def _inputs(
+    node: fx.Node, stages: Mapping[fx.Node, int], duplicated: Container[fx.Node]
+) -> Iterator[Problem]:
     here = stages[node]
     for used in node.all_input_nodes:
         there = stages.get(used)
-        if there is None or there == here:
+        if there is None or there == here or used in duplicated:
             continue
         if there > here:
             yield Problem(

@@ -18,6 +18,7 @@ from fxpart.codegen.stage_assignment import STAGES_KEY, check_stage_assignment, 
 from fxpart.codegen.stage_graph import BuiltStageGraph, StageSubgraph, build_graph
 from fxpart.codegen.totals_spec import totals_of, totals_spec
 from fxpart.compiler import BLOCKS_KEY, LEVEL_KEY, RNG_KEY, Level
+from fxpart.compiler.duplicated_ops import add_duplicated_ops, find_duplicated_ops
 from fxpart.compiler.graph_edit import annotation
 from fxpart.compiler.sparse_lookups import sparse_tables
 from fxpart.errors import error
@@ -49,9 +50,10 @@ def split(
     """Split an assigned graph into stages.
 
     Each op that the loss needs (with ``keep_outputs`` also the user's outputs) is on exactly one
-    stage. A value is sent directly from its stage to each stage that uses it; sizes are rebuilt
-    from shapes. sharding: of a rank-local graph, stored in the program. Raise FXP106 without a
-    loss, FXP201 with every reason why the assignment is invalid.
+    stage, or, if it is duplicated, on each stage that needs it. All other values are sent directly
+    from their stage to each stage that uses them; sizes are rebuilt from shapes. sharding: of a
+    rank-local graph, stored in the program. Raise FXP106 without a loss, FXP201 with every reason
+    why the assignment is invalid.
     """
     if graph.meta.get(LEVEL_KEY) != Level.ASSIGNED:
         raise error("FXP900", where="split", why="the graph has no stage assignment")
@@ -103,23 +105,36 @@ class _StageSplitter:
         returned = [*([self.loss] if self.loss is not None else []), *kept]
         effects = writes(self.graph)
         self.alive = find_live_nodes([*returned, *effects.writers])
-        check_stage_assignment(self.stages, self.alive, effects, set(returned))
+        self.duplicated = find_duplicated_ops(self.graph)
+        check_stage_assignment(self.stages, self.alive, effects, set(returned), self.duplicated)
         self.gradients = GradientFlow(self.graph, self.loss, self.alive, captured.state)
         self.sparse = sparse_tables(self.graph, self.alive.__contains__)
         self.totals = totals_of(module)
         self.inputs = self._inputs()
         # Prefer live inputs as sources of sizes.
         self.given = sorted(self.inputs, key=lambda n: n not in self.alive)
-        self.ops: list[list[fx.Node]] = [[] for _ in range(self.count)]
-        for node, stage in self.stages.items():
-            if node in self.alive:
-                self.ops[stage].append(node)
+        self.ops = self._ops(set(returned))
         self.names = self._value_names(returned)
         self.returned: dict[int, list[fx.Node]] = {}
         for node in dict.fromkeys(returned):
             self.returned.setdefault(self.stages.get(node, 0), []).append(node)
         self.loss_name = self.names[self.loss] if self.loss is not None else ""
         self.output_names = tuple(self.names[node] for node in kept)
+
+    def _ops(self, returned: set[fx.Node]) -> list[list[fx.Node]]:
+        """Return the ops of each stage in order, with the duplicated ones that it needs."""
+        assigned: list[list[fx.Node]] = [[] for _ in range(self.count)]
+        for node, stage in self.stages.items():
+            if node in self.alive:
+                assigned[stage].append(node)
+        order = {node: i for i, node in enumerate(self.stages)}
+        return [
+            sorted(
+                add_duplicated_ops(ops, self.duplicated - returned.intersection(ops)),
+                key=order.__getitem__,
+            )
+            for ops in assigned
+        ]
 
     def _inputs(self) -> dict[fx.Node, str]:
         """Return the user's input nodes in order, then totals of the batch, with their names."""
@@ -144,12 +159,15 @@ class _StageSplitter:
         returned = self.returned.get(index, [])
         used = [a for n in self.ops[index] for a in n.all_input_nodes]
         used += [n for n in returned if n not in self.stages]
-        crossing = [n for n in dict.fromkeys(used) if self.stages.get(n, index) != index]
+        mine = set(self.ops[index])
+        crossing = [n for n in dict.fromkeys(used) if n in self.stages and n not in mine]
         order = {node: i for i, node in enumerate(self.graph.nodes)} if crossing else {}
         read = set(used)
         inputs = [n for n in self.inputs if n in read]
         gives: list[tuple[fx.Node, tuple[int, ...]]] = []
         for node in self.ops[index]:
+            if node in self.duplicated:
+                continue
             users = {self.stages[u] for u in node.users if u in self.stages and u in self.alive}
             if targets := sorted(users - {index}):
                 gives.append((node, tuple(targets)))
@@ -191,7 +209,8 @@ class _StageSplitter:
             state=self._state(crossing, owners),
             random_ops=sum(1 for n in part.ops if annotation(n).random is not None),
         )
-        blocks = sorted({b for n in part.ops if (b := annotation(n).block) is not None})
+        own = [annotation(n).block for n in part.ops if self.stages[n] == index]
+        blocks = sorted({block for block in own if block is not None})
         labels = tuple(self.block_names[b] for b in blocks if b < len(self.block_names))
         return StageGraph(spec, crossing.graph, labels, self.captured.model_name)
 

@@ -69,7 +69,7 @@ def traffic(problem: JointProblem, choice: JointChoice) -> Traffic:
         for block in range(len(problem.blocks))
     ]
     flows = []
-    for value in problem.boundaries:
+    for value in (value for value in problem.boundaries if value.sent):
         home = stage_of[value.producer]
         for target in sorted({stage_of[c] for c in value.consumers} - {home}):
             rows = count_microbatch_rows(
@@ -79,7 +79,7 @@ def traffic(problem: JointProblem, choice: JointChoice) -> Traffic:
             flows.append(StageFlow(source=home, target=target, size=size, back=value.gradient))
     for index, tie in enumerate(problem.ties):
         holders = sorted({stage_of[block] for block in tie.blocks})
-        for target in holders[1:]:
+        for target in holders[1:] if not tie.buffer else ():
             layout = problem.layouts[problem.options[choice.options[target]].layout]
             messages = count_tied_reduction_messages(m)
             size = messages * layout.tie_gradient[index]

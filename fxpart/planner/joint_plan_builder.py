@@ -162,7 +162,8 @@ def _mesh(problem: JointProblem, choice: JointChoice) -> dict[str, int]:
 def _ties(problem: JointProblem, found: JointEvaluation) -> tuple[PlanTiedParameter, ...]:
     """Return the tied parameters; the stage of the first use owns each."""
     result = []
-    for tie in sorted(problem.ties, key=lambda tie: tie.name):
+    parameters = [tie for tie in problem.ties if not tie.buffer]
+    for tie in sorted(parameters, key=lambda tie: tie.name):
         holders = [
             next(
                 k

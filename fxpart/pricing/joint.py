@@ -140,6 +140,7 @@ def _boundaries(
                 gradient=value.gradient,
                 saved=value.saved,
                 widened=value.widened,
+                sent=value.sent,
             )
         )
     return tuple(found)

@@ -50,7 +50,9 @@ class ModelBlocks:
         found = weights(graph.graph, captured, self.trained, optimizer)
         self.kinds = find_kinds(graph, self.specs, found)
         self.tied = tuple(w for w in found if len(w.blocks) > 1)
-        self.ties = tuple(JointTiedParameter(name=w.name, blocks=w.blocks) for w in self.tied)
+        self.ties = tuple(
+            JointTiedParameter(name=w.name, blocks=w.blocks, buffer=w.buffer) for w in self.tied
+        )
         self.mixtures = find_mixtures(self.kinds)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from fxpart.compiler.duplicated_ops import add_duplicated_ops, find_duplicated_ops
 from fxpart.plan.model import Plan
 from fxpart.plan.prediction import LiveTensor, RankPrediction
 from fxpart.pricing.memory import BlockScope, Workspace, find_needed_nodes
@@ -51,7 +52,7 @@ def with_live_tensors(
         rows = -(-plan.batch_size // shared.rows // plan.microbatches)
     sizes = Sizes(captured, BatchSplit(rows, plan.microbatches), shared.parts)
     specs = Specs(trained_names(captured) if captured.training else ())
-    alive = find_needed_nodes(graph.graph)
+    alive, duplicated = find_needed_nodes(graph.graph), find_duplicated_ops(graph.graph)
     nodes = [n for n in graph.graph.nodes if n in alive and annotation(n).block is not None]
     found = []
     for entry in plan.prediction.ranks:
@@ -62,7 +63,9 @@ def with_live_tensors(
         weights_of_stage = [
             w for w in problem.weights if set(w.blocks) & set(range(stage.first, stage.last + 1))
         ]
-        mine = [n for n in nodes if stage.first <= (annotation(n).block or 0) <= stage.last]
+        own = [n for n in nodes if stage.first <= (annotation(n).block or 0) <= stage.last]
+        with_duplicates = add_duplicated_ops(own, duplicated)
+        mine = [n for n in nodes if n in with_duplicates]
         peak = StagePeak(mine, weights_of_stage, specs, sizes)
         found.append(
             peak.with_peak(entry, plan.microbatches, plan.weights if plan.weights != FLUSH else "")

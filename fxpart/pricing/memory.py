@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from fxpart.compiler.collective_calls import op_name, unwrap_seeded_call
+from fxpart.compiler.duplicated_ops import find_duplicated_ops
 from fxpart.compiler.effects import state_written
 from fxpart.compiler.node_annotation import SavedTensor
 from fxpart.compiler.tensor_sizes import expression, tensors
@@ -95,15 +96,19 @@ def crossing(
 ) -> tuple[tuple[BlockValue, ...], tuple[Size, ...]]:
     """Return the values that later blocks use, and their bytes when sent.
 
+    Results of duplicated ops are not sent; each storage of theirs that ops save is one value.
     transfer_dtype: dtype in which float32 is sent, "" for no conversion; it is stored as float32
     anyway.
     """
+    duplicated = find_duplicated_ops(graph)
     sources = {
         saved.source for node in find_needed_nodes(graph) for saved in annotation(node).saved
     }
     values: list[BlockValue] = []
     amounts: list[Size] = []
     for node, root, later in crossing_nodes(graph, specs):
+        if node in duplicated:
+            continue
         block, tensors = annotation(node).block, specs.tensors(node)
         assert block is not None, "crossing nodes are in blocks"
         gradient = annotation(node).requires_grad and any(is_floating(t.dtype) for t in tensors)
@@ -117,7 +122,29 @@ def crossing(
         ))  # fmt: skip
         sent = [replace(t, dtype=w) for t, w in zip(tensors, wire, strict=True)]
         amounts.append(_sum(map(tensor_bytes, sent)))
+    for value, size in _find_duplicated_storages(graph, duplicated):
+        values.append(value)
+        amounts.append(size)
     return tuple(values), tuple(amounts)
+
+
+def _find_duplicated_storages(
+    graph: fx.Graph, duplicated: Container[fx.Node]
+) -> Iterator[tuple[BlockValue, Size]]:
+    """Yield the storages of duplicated ops that later blocks save, and their bytes."""
+    made = {node.name: annotation(node).block for node in graph.nodes if node in duplicated}
+    found: dict[int, tuple[Size, str, set[int]]] = {}
+    for node in find_needed_nodes(graph):
+        block = annotation(node).block
+        for saved in annotation(node).saved if block is not None else ():
+            if saved.source in made and block is not None:
+                entry = found.setdefault(saved.storage, (saved.size, saved.source, set()))
+                entry[2].add(block)
+    for _, (size, source, savers) in sorted(found.items()):
+        home = made[source]
+        later = tuple(sorted(b for b in savers if home is not None and b > home))
+        if home is not None and later:
+            yield BlockValue(producer=home, consumers=later, gradient=False, sent=False), size
 
 
 def _is_view(node: fx.Node, known: Container[fx.Node]) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from fxpart.compat.optimizer_choice import OptimizerChoice, state_bytes
+from fxpart.compiler.duplicated_ops import find_duplicated_ops
 from fxpart.costmodels.efficiency import update_bandwidth
 from fxpart.pricing.optimizer_step import compute_update_bytes
 from fxpart.pricing.optimizer_temporaries import UNKNOWN, temporaries
@@ -28,12 +30,12 @@ def weights(
     Frozen parameters and those without a gradient have neither gradient nor optimizer bytes; a
     sparse gradient has the bytes of a step's rows (:mod:`fxpart.pricing.sparse_gradients`).
     """
-    touched = touched_bytes(graph)
+    touched, duplicated = touched_bytes(graph), find_duplicated_ops(graph)
     users: dict[str, set[int]] = {}
     tensors: dict[str, torch.Tensor] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            users.setdefault(str(node.target), set()).update(_blocks(node))
+            users.setdefault(str(node.target), set()).update(_blocks(node, duplicated))
             tensors[str(node.target)] = _get_tensor(node, captured)
     used = [name for name, blocks in users.items() if blocks]
     trained_here = [name for name in used if name in trained]
@@ -78,15 +80,18 @@ def _get_tensor(node: fx.Node, captured: CapturedModel) -> torch.Tensor:
     return found if isinstance(found, torch.Tensor) else captured.state[str(node.target)]
 
 
-def _blocks(node: fx.Node) -> set[int]:
-    """Return the blocks that use the node, also through nodes outside of blocks."""
+def _blocks(node: fx.Node, duplicated: Container[fx.Node]) -> set[int]:
+    """Return the blocks that use the node, also through nodes outside of blocks.
+
+    Duplicated ops belong to the blocks of the ops that use their results.
+    """
     found: set[int] = set()
     waiting = list(node.users)
     seen = set(waiting)
     while waiting:
         user = waiting.pop()
         block = annotation(user).block
-        if block is not None:
+        if block is not None and user not in duplicated:
             found.add(block)
         elif user.op != "output":
             waiting += [u for u in user.users if u not in seen]

@@ -239,8 +239,8 @@ class _PartitionModel:
                 for b in self.blocks
             ]
             for value, size, held in zip(problem.values, one.value_bytes, got, strict=True):
-                trips = 2 if value.gradient else 1
-                costs.append((trips * (device.latency + size * device.inverse_bandwidth), held))
+                once = device.latency + size * device.inverse_bandwidth
+                costs.append((value.trips * once, held))
             used = 1 - self._y(len(self.blocks) - 1, p - 1)
             costs.append((2 * problem.action, used))
             latency, inverse = get_tied_reduction_link(problem, p)

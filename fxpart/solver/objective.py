@@ -213,12 +213,13 @@ class PartitionScorer:
         problem, first, last = self.problem, plain.first, plain.last
         blocks, flying = range(first, last + 1), plain.in_flight
         workspace = max(mode.workspace[b] for b in blocks)
+        saved = sum(mode.activation[b] for b in blocks)
         transfers = plain.memory.transfers
         if mode.sent:  # counted as activations
             transfers -= flying * self._stored_bytes(variant, self._sent(first, last))
         memory = msgspec.structs.replace(
             plain.memory,
-            activations=flying * sum(mode.activation[b] for b in blocks) + workspace,
+            activations=flying * (saved + self._duplicated_bytes(variant, first, last)) + workspace,
             transfers=transfers,
         )
         type_ = problem.devices[plain.device].type
@@ -243,6 +244,16 @@ class PartitionScorer:
             if values[v].consumers[-1] > last
         ]
 
+    def _list_received(self, first: int, last: int) -> list[int]:
+        """Return the values of earlier blocks that these blocks use, sent or duplicated."""
+        used = {v for b in range(first, last + 1) for v in self._received[b]}
+        return sorted(v for v in used if self.problem.values[v].producer < first)
+
+    def _duplicated_bytes(self, variant: Variant, first: int, last: int) -> int:
+        """Return the bytes of one microbatch's values that the stage computes once more."""
+        received = self._list_received(first, last)
+        return sum(variant.value_bytes[v] for v in received if not self.problem.values[v].sent)
+
     def _stored_bytes(self, variant: Variant, values: Iterable[int]) -> int:
         return sum(variant.value_bytes[v] * self.problem.values[v].widened for v in values)
 
@@ -250,13 +261,13 @@ class PartitionScorer:
         """Return the stage without recomputation."""
         problem, device = self.problem, self.problem.devices[k]
         blocks = range(first, last + 1)
-        received = sorted(
-            {v for b in blocks for v in self._received[b] if problem.values[v].producer < first}
-        )
+        received = self._list_received(first, last)
         weights = [problem.weights[w] for w in sorted({w for b in blocks for w in self._held[b]})]
         latency, inverse = get_tied_reduction_link(problem, k)
         workspace = max(variant.workspace[b] for b in blocks)
         saved = sum(variant.activation[b] for b in blocks)
+        saved += self._duplicated_bytes(variant, first, last)
+        moved = [v for v in received if problem.values[v].sent]
         state = sum(w.weight + w.gradient + w.optimizer for w in weights)
         return StageCost(
             first=first,
@@ -267,9 +278,9 @@ class PartitionScorer:
                 (problem.action, *variant.backward[device.type][first : last + 1])
             ),
             transfer_seconds=fsum(
-                (2 if problem.values[v].gradient else 1)
+                problem.values[v].trips
                 * (device.latency + variant.value_bytes[v] * device.inverse_bandwidth)
-                for v in received
+                for v in moved
             ),
             sync_seconds=fsum(
                 count_tied_reduction_messages(variant.microbatches)
@@ -285,8 +296,7 @@ class PartitionScorer:
                 optimizer=sum(w.optimizer for w in weights),
                 activations=flying * saved + workspace,
                 buffers=sum(w.weight for w in weights if w.buffer),
-                transfers=flying
-                * self._stored_bytes(variant, (*received, *self._sent(first, last))),
+                transfers=flying * self._stored_bytes(variant, (*moved, *self._sent(first, last))),
             ),
             memory_limit=device.memory,
             in_flight=flying,

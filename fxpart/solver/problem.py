@@ -41,7 +41,8 @@ class BlockValue(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fie
     the same size if ``gradient`` is set. saved: its stage stores it for the backward in any case
     (its bytes are in ``activation``, or it is a view of an input or a weight); otherwise a stage
     that sends it stores it, per microbatch in flight. widened: ratio of stored to sent bytes (2 if
-    float32 is sent as bfloat16).
+    float32 is sent as bfloat16). sent: False if each of these stages computes the value itself, and
+    only stores it (:mod:`fxpart.compiler.duplicated_ops`).
     """
 
     producer: int
@@ -49,6 +50,12 @@ class BlockValue(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fie
     gradient: bool
     saved: bool = True
     widened: int = 1
+    sent: bool = True
+
+    @property
+    def trips(self) -> int:
+        """Return the messages per microbatch to a stage that uses it, with the gradient's."""
+        return (2 if self.gradient else 1) if self.sent else 0
 
 
 # A sparse gradient exists as received, and coalesced when the optimizer uses it.
@@ -108,7 +115,8 @@ class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields
 
     forward, backward: seconds, [device type][block]. activation: bytes that autograd saves,
     [block]; tensors saved by several blocks count in the block that makes them. workspace: bytes
-    live only while the block runs, [block]. value_bytes: as sent, [value]. collective:
+    live only while the block runs, [block]. value_bytes: as sent, [value], or as stored for values
+    that are not sent. collective:
     communication time between the ranks of a stage, in forward and backward together, [block];
     empty if there is none. recompute: the modes of recomputation whose costs are known.
     """

@@ -83,7 +83,7 @@ class PartitionTables:
             for r in list_touching_rectangles(v.consumers, v.producer, n)
         ]
         self._receipts, self._receipt_value = [r for r, _ in received], [i for _, i in received]
-        trips = [2 if problem.values[i].gradient else 1 for i in self._receipt_value]
+        trips = [problem.values[i].trips for i in self._receipt_value]
         self._trips = np.array(trips, dtype=np.int64)
         self.trips = self.band(interval_sums(n, self._receipts, self._trips))
         held = [

@@ -90,13 +90,13 @@ def test_items_stay_with_their_tuple() -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.last = nn.Linear(4, 4)
+            self.scale, self.last = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            left, right = x.chunk(2, dim=1)
+            left, right = (x * self.scale).chunk(2, dim=1)
             return self.last(torch.cat([right, left], dim=1)).square().mean()
 
-    captured, graph = placed(Halves(), by_name(["chunk"]))  # getitem is put elsewhere
+    captured, graph = placed(Halves(), by_name(["mul", "chunk"]))  # getitem is put elsewhere
     spec, stages = split(graph, captured)
     items = [sum(n.target is operator.getitem for n in s.graph.nodes) for s in stages]
     assert items == [2, 0]

@@ -45,7 +45,8 @@ def again(problem: PartitionProblem, choice: PartitionChoice) -> tuple[float, bo
         for s in {stage_of[c] for c in value.consumers} - {stage_of[value.producer]}:
             device = problem.devices[s]
             once = device.latency + size * device.inverse_bandwidth
-            time[s] += once + (once if value.gradient else 0.0)
+            if value.sent:
+                time[s] += once + (once if value.gradient else 0.0)
             need[s] += flying[s] * size
         home = stage_of[value.producer]
         if not value.saved and any(stage_of[c] != home for c in value.consumers):

@@ -160,7 +160,7 @@ def random_problem(seed: int) -> JointProblem:
             producer=b,
             consumers=tuple(sorted({b + 1, rng.randrange(b + 1, blocks)})),
             row_bytes=rng.randint(0, 20), fixed_bytes=rng.choice((0, 5)),
-            gradient=rng.random() < 0.8, saved=rng.random() < 0.7,
+            gradient=rng.random() < 0.8, saved=rng.random() < 0.7, sent=b % 3 < 2,
         )
         for b in range(blocks - 1)
     ]  # fmt: skip

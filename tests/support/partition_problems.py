@@ -49,19 +49,20 @@ def random_problem(seed: int, largest: int = 8) -> PartitionProblem:
         )
         for k in range(count)
     )
-    values = []
+    values, duplicated = [], random.Random(seed)
     for _ in range(r.randint(0, 2 * n) if n > 1 else 0):
         producer = r.randrange(n - 1)
         later = range(producer + 1, n)
         consumers = r.sample(later, r.randint(1, min(3, len(later))))
-        values.append(
-            BlockValue(
-                producer=producer,
-                consumers=tuple(sorted(consumers)),
-                gradient=r.random() < 0.7,
-                saved=r.random() < 0.5,
-            )
+        value = BlockValue(
+            producer=producer,
+            consumers=tuple(sorted(consumers)),
+            gradient=r.random() < 0.7,
+            saved=r.random() < 0.5,
         )
+        if value.saved and not value.gradient and duplicated.random() < 0.7:
+            value = msgspec.structs.replace(value, sent=False)
+        values.append(value)
     weights = tuple(
         Weight(
             name=f"w{i}",

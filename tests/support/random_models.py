@@ -34,6 +34,7 @@ EXACT = (
     "mask",
     "frozen",
     "offset",
+    "table",
 )
 FLOATING = (*EXACT, "mul", "tanh", "dropout", "norm", "batch_norm", "softmax", "attend", "no_grad")
 
@@ -128,9 +129,10 @@ class Net(nn.Module):
         self, left: torch.Tensor, right: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         values = [left, right]
+        signs = (torch.arange(ids.shape[1], device=ids.device) + ids) % 3 - 1  # read by any step
         for index, step in enumerate(self.plan.steps):
             layer = self.layers[f"step{index}"] if f"step{index}" in self.layers else None
-            values.append(self._step(step, layer, values, ids, mask))
+            values.append(self._step(step, layer, values, ids, mask, signs))
         last = values[-1]
         total = self.shared(last) * self.scale
         loss = total.sum() if self.plan.exact else total.square().mean()
@@ -143,6 +145,7 @@ class Net(nn.Module):
         values: list[torch.Tensor],
         ids: torch.Tensor,
         mask: torch.Tensor,
+        signs: torch.Tensor,
     ) -> torch.Tensor:
         x, y = values[step.first], values[step.second]
         rows, tokens, width = x.shape
@@ -188,6 +191,10 @@ class Net(nn.Module):
                 return x.masked_fill(~mask, float(step.number % 3))
             case "offset":
                 return x + torch.arange(tokens, device=x.device)[None, :, None] * 0.5
+            case "table" if step.number % 2:
+                return x * signs[:, :, None]
+            case "table":
+                return x.masked_fill((signs > 0)[:, :, None], 1.0)
             case "softmax":
                 return torch.softmax(x + y, dim=-1)
             case "attend":

@@ -67,7 +67,7 @@ def edges(problem: JointProblem, choice: JointChoice) -> tuple[tuple[int, int, b
         stage += block in starts
         stage_of.append(stage)
     found: dict[tuple[int, int], bool] = {}
-    for value in problem.boundaries:
+    for value in (value for value in problem.boundaries if value.sent):
         source = stage_of[value.producer]
         for block in value.consumers:
             pair = (source, stage_of[block])

@@ -103,7 +103,7 @@ class BlockRuns:
         sent = [
             ((0, v.producer, v.producer, v.consumers[-1] - 1), v) for v in values if not v.saved
         ]
-        times = [2 if v.gradient else 1 for _, v in arrived]
+        times = [v.trips for _, v in arrived]
         some = [v.row_bytes > 0 or v.fixed_bytes > 0 for _, v in arrived]
 
         def band(

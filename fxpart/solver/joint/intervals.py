@@ -193,10 +193,11 @@ class IntervalTables:
             ):
                 each = value.row_bytes * rows + value.fixed_bytes
                 if each:
-                    count[0] += got
-                    size += each * got
+                    if value.sent:
+                        count[0] += got
+                        size += each * got
                     kept += each * value.widened * got
-                    if value.gradient:
+                    if value.trips > 1:
                         count[1] += got
                         back += each * got
                     if sent is not None:

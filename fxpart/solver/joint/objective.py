@@ -178,13 +178,13 @@ class JointScorer:
         layout, pool = problem.layouts[option.layout], problem.pools[option.pool]
         blocks = [b for first, last in pieces for b in range(first, last + 1)]
         kinds = [problem.kinds[b] for b in blocks]
-        moved, held = self._values(pieces, work.rows)
+        moved, held, computed = self._values(pieces, work.rows)
         ties = sorted({t for b in blocks for t in self._tied[b]})
         inside = set(blocks)
         apart = [t for t in ties if not inside.issuperset(problem.ties[t].blocks)]
         state = StageState(layout, option, kinds, ties)
         workspace = state.workspace(work)
-        saved = sum(work.activation[k] for k in kinds)
+        saved = sum(work.activation[k] for k in kinds) + computed
         return JointStage(
             pieces=pieces,
             option=index,
@@ -215,22 +215,28 @@ class JointScorer:
 
     def _values(
         self, pieces: tuple[tuple[int, int], ...], rows: int
-    ) -> tuple[list[tuple[int, int]], int]:
-        """Return (bytes, times) of each message of a microbatch; bytes stored for one in flight."""
-        values, moved, held = self.problem.boundaries, [], 0
+    ) -> tuple[list[tuple[int, int]], int, int]:
+        """Return (bytes, times) of each message of a microbatch; bytes stored for one in flight.
+
+        The bytes are those of sent and received values, and of values that the stage duplicates.
+        """
+        values, moved, held, computed = self.problem.boundaries, [], 0, 0
         for first, last in pieces:
             blocks = range(first, last + 1)
             received = {v for b in blocks for v in self._received[b] if values[v].producer < first}
             sent = {v for b in blocks for v in self._made[b] if values[v].consumers[-1] > last}
             for v in sorted(received):
                 size = values[v].row_bytes * rows + values[v].fixed_bytes
-                moved.append((size, 2 if values[v].gradient else 1))
-                held += size * values[v].widened
+                if values[v].sent:
+                    moved.append((size, values[v].trips))
+                    held += size * values[v].widened
+                else:
+                    computed += size
             held += sum(
                 (values[v].row_bytes * rows + values[v].fixed_bytes) * values[v].widened
                 for v in sorted(sent)
             )
-        return moved, held
+        return moved, held, computed
 
 
 def evaluate(problem: JointProblem, choice: JointChoice) -> JointEvaluation:

@@ -135,7 +135,7 @@ class StageBoundary(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fiel
     of the replica's share, plus ``fixed_bytes``), and returns the same amount if ``gradient`` is
     set. saved: its stage stores it for the backward in any case; otherwise a stage that sends it
     stores it per microbatch in flight. widened: ratio of stored to sent bytes (2 if float32 is sent
-    as bfloat16).
+    as bfloat16). sent: False if the stage computes the value itself, and only stores it.
     """
 
     producer: int
@@ -145,17 +145,25 @@ class StageBoundary(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fiel
     gradient: bool = True
     saved: bool = True
     widened: int = 1
+    sent: bool = True
+
+    @property
+    def trips(self) -> int:
+        """Return the messages per microbatch to a stage that uses it, with the gradient's."""
+        return (2 if self.gradient else 1) if self.sent else 0
 
 
 class JointTiedParameter(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A parameter used by more than one block (sorted); its bytes are in each Layout.
+    """A parameter or buffer used by more than one block (sorted); its bytes are in each Layout.
 
     A stage with any of the blocks has a copy. If they are not all in one stage, each such stage
-    pays (m + 1) messages of its gradient per step over its pool's ``transfer``.
+    pays (m + 1) messages of its gradient per step over its pool's ``transfer``. buffer: it is no
+    parameter and has no gradient.
     """
 
     name: str
     blocks: tuple[int, ...]
+    buffer: bool = False
 
 
 class StagePin(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -141,7 +141,9 @@ class _DepthModel:
         costs = [c for rows in (one.forward, one.backward, problem.step) for r in rows for c in r]
         costs += [problem.once, 2 * problem.action]
         for device in problem.devices:
-            costs += [device.latency, *(s * device.inverse_bandwidth for s in one.value_bytes)]
+            pairs = zip(one.value_bytes, problem.values, strict=True)
+            sent = [size for size, value in pairs if value.sent]
+            costs += [device.latency, *(s * device.inverse_bandwidth for s in sent)]
             costs += [w.gradient * device.inverse_bandwidth for w in problem.weights]
         least = min((c for c in costs if c > 0), default=0.0)
         if not least or self.top > least * _STEPS:
@@ -243,8 +245,8 @@ class _DepthModel:
             rows = zip(one.forward[device.type], one.backward[device.type], strict=True)
             costs = [(f + b, self.x[i][p]) for i, (f, b) in enumerate(rows)]
             for value, size, held in zip(self.problem.values, one.value_bytes, got, strict=True):
-                trips = 2 if value.gradient else 1
-                costs.append((trips * (device.latency + size * device.inverse_bandwidth), held))
+                once = device.latency + size * device.inverse_bandwidth
+                costs.append((value.trips * once, held))
             if self.problem.action:
                 costs.append((2 * self.problem.action, self._any(range(self.n), p)))
             load = [self._int((self.tables.m - 1) * c) * held for c, held in costs]

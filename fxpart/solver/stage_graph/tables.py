@@ -90,8 +90,7 @@ class StageGraphTables:
         seconds = sum(one.forward[kind][b] + one.backward[kind][b] for b in inside)
         seconds += 2 * problem.action
         seconds += sum(
-            (2 if values[v].gradient else 1) * (latency + one.value_bytes[v] * inverse)
-            for v in sorted(received)
+            values[v].trips * (latency + one.value_bytes[v] * inverse) for v in sorted(received)
         )
         once = problem.once + sum(problem.step[kind][b] for b in inside)
         once += sum(
