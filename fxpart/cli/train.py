@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from fxpart.capture.workload import Workload
     from fxpart.plan.model import Plan
 
+# Of options that are on or off: the trainer's name, and the command line's.
+_FLAGS = {"compile_stages": "--compile", "cuda_graphs": "--cuda-graphs", "pin": "--pin"}
+
 
 @click.command()
 @compile_options
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
 @click.option(
     "--compile", "compile_stages", is_flag=True, help="Compile each stage with torch.compile."
 )
+@click.option("--cuda-graphs", is_flag=True, help="Record each stage's kernels and replay them.")
 @queue_options
 @click.option("--pin", is_flag=True, help="Pin each rank to its own cores.")
 @click.option("--trace", type=click.Path(), help="Record the last steps, for Perfetto and report.")
@@ -97,7 +101,7 @@ def command(
 
     queue_settings, weights = parse_queue_options(options, weights, trace)
     kept = parse_run_options(options, traced=trace is not None)
-    flags: dict[str, Any] = {name: bool(options.pop(name)) for name in ("compile_stages", "pin")}
+    flags: dict[str, Any] = {name: bool(options.pop(name)) for name in _FLAGS}
     if weights is not None and weights not in MODES and options["mode"] in (None, "sync"):
         load, weights = load or weights, None
     request = CommandLineRequest(**options, weights=weights)
@@ -106,7 +110,7 @@ def command(
     bounds = None if nproc is None else bounds_of(nproc, kept)
     if started is None and bounds is not None and (bounds.most > 1 or kept is not None):
         more: dict[str, object] = {"--steps": steps, "--lr": lr, "--load": load, "--save": save}
-        more |= {"--pin": flags["pin"], "--compile": flags["compile_stages"]}
+        more |= {option: flags[name] for name, option in _FLAGS.items()}
         more["--clip-norm"] = clip_norm
         more |= on_command_line(queue_settings)
         if trace_request is not None:

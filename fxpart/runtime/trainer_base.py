@@ -24,6 +24,7 @@ from fxpart.runtime.batch.repetition_check import check_repetition
 from fxpart.runtime.embedding_tables import check_optimizer_support
 from fxpart.runtime.engine import PipelineEngine, resolve_schedule
 from fxpart.runtime.entry_point import EntryPoints
+from fxpart.runtime.executor.cuda_graphs import graph_stages
 from fxpart.runtime.executor.executor import BackwardHooks
 from fxpart.runtime.executor.torch_compile import (
     StageCompilation,
@@ -155,6 +156,7 @@ class TrainerBase(EntryPoints):
         self._threads = MeshRankThreads([mesh_rank.index for mesh_rank in self._mesh_ranks], leave)
         splits = any(a.kind is ActionKind.W for row in placed.ranks for a in row)
         self._compiler = self._compile(splits)
+        self._record_graphs(splits)
         self._pinned = pin_rank(self.options.pin, transport)
         self._state = ModelState(self._mesh_ranks, self._ranks, transport, self._devices)
         self._sharded_state = DTensorState(self._state, self._meshes)
@@ -243,6 +245,22 @@ class TrainerBase(EntryPoints):
                 compile_stages(
                     wanted, self._mesh_ranks, list(self._devices.values()), recompute=recompute,
                     splits=splits,
+                ),
+                "",
+            ),
+        )  # fmt: skip
+
+    def _record_graphs(self, splits: bool) -> None:
+        """Run the stages by CUDA graphs if requested; on all ranks or none."""
+        if not self.options.cuda_graphs:
+            return
+        recompute = self.options.recomputes(len(self.spec.stages))
+        agree(
+            self._transport, "CUDA graphs",
+            lambda: (
+                graph_stages(
+                    self._mesh_ranks, list(self._devices.values()), recompute=recompute,
+                    splits=splits, compiles=self._compiler is not None,
                 ),
                 "",
             ),

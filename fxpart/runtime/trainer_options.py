@@ -30,7 +30,9 @@ class TrainerOptions:
     stage, or whether to use inductor: see :mod:`fxpart.runtime.executor.torch_compile`. pin: bind
     each local rank to its own cores, or "auto" if that is useful: see
     :mod:`fxpart.runtime.host.cpu_affinity`. gather_ahead: for how many blocks ZeRO-3 gathers
-    parameters before their use; by default one on accelerators, and none on CPUs.
+    parameters before their use; by default one on accelerators, and none on CPUs. cuda_graphs:
+    record the kernels of each stage and replay them: see
+    :mod:`fxpart.runtime.executor.cuda_graphs`.
     """
 
     microbatches: int
@@ -43,6 +45,7 @@ class TrainerOptions:
     compile_stages: bool | str = False
     pin: bool | str = False
     gather_ahead: int | None = None
+    cuda_graphs: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainerOptions:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from training import (
     DEVICE,
+    HAS_GPU,
     Job,
     adamw,
     compiled,
@@ -227,6 +228,21 @@ CHECKS: dict[str, Check] = {
     "compiled stages, two": lambda: layout(
         small_llama, 2, STAGES2, tolerance=1e-3, options={"compile_stages": True}
     ),
+    "zero 3, gathered at use": lambda: layout(
+        small_llama, 2, {"mesh": "dp=2", "zero": 3}, 1, tolerance=1e-3, options={"gather_ahead": 0}
+    ),
+    **({
+        "cuda graphs": lambda: compared(
+            small_llama(), microbatches=4, options={"cuda_graphs": True}, clip_norm=0.1
+        ),
+        "cuda graphs, two stages": lambda: layout(
+            small_llama, 2, STAGES2, options={"cuda_graphs": True}
+        ),
+        "cuda graphs, autocast": lambda: compared(
+            small_llama(), microbatches=2, precision="bf16", tolerance=BFLOAT16,
+            options={"cuda_graphs": True},
+        ),
+    } if HAS_GPU else {}),
     "asynchronous": asynchronous,
     "queues": lambda: layout(small_llama, 3, {}, mode="queue", tolerance=1e-3),
     "checkpoint": checkpointed,

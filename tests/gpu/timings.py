@@ -123,6 +123,7 @@ def speed(name: str, way: str) -> dict[str, Any]:
         program = compiled(job, 1, microbatches=4 if "4" in way else 1, check="off", **arguments)
         found["compile_s"] = round(time.perf_counter() - begin, 1)
         options = {"compile_stages": True} if "compiled" in way else {}
+        options |= {"cuda_graphs": True} if "graphs" in way and HAS_GPU else {}
         trainer = program.trainer(adamw, **options)
         batch = to_device(job.batch) if "device" in way else job.batch
         memory = program.plan.prediction.ranks[0].memory
@@ -362,7 +363,10 @@ def profiled() -> dict[str, Any]:
     }  # fmt: skip
 
 
-WAYS = ("eager", "fxpart", "fxpart device batch", "fxpart compiled", "torch.compile", "fsdp2")
+WAYS = (
+    "eager", "fxpart", "fxpart device batch", "fxpart compiled", "fxpart graphs", "torch.compile",
+    "fsdp2",
+)  # fmt: skip
 MEASUREMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "kernels llama eager": lambda: kernels("llama", "eager"),
     "kernels llama fxpart": lambda: kernels("llama", "fxpart"),

@@ -38,6 +38,8 @@ def check_program(
         problems.append(("gradient norms of sharded parameters", "use clip_value="))
     if options.compile_stages:
         problems.append(("compiled stages", "use compile_stages=False"))
+    if options.cuda_graphs:
+        problems.append(("CUDA graphs", "use cuda_graphs=False"))
     if problems:
         where = f"weights={async_options.mode.name}"
         raise FxpartError(

@@ -146,6 +146,8 @@ def check_program(
     problems += [(why, 'use routing="turns"') for why in explain_unsupported_ties(spec)]
     if options.compile_stages:
         problems.append(("compiled stages", "use compile_stages=False"))
+    if options.cuda_graphs:
+        problems.append(("CUDA graphs", "use cuda_graphs=False"))
     problems += [(f"{name}=", "omit it") for name, value in other_options.items() if value]
     if problems:
         raise FxpartError(
