@@ -112,12 +112,14 @@ _LINEAR = _matrices(0)
 _ADDED = _matrices(1)
 
 # op -> (FLOPs of the forward, positions of the factors among the inputs)
+FLOAT8 = frozenset({"fxpart.float8_linear"})  # Products that round their operands to 8 bits.
 PRODUCTS: dict[str, tuple[Rule, tuple[int, ...]]] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "__matmul__", "mv", "dot", "vdot"), (_LINEAR, (0, 1))),
     **dict.fromkeys(("inner", "linear", "_grouped_mm", "_scaled_mm"), (_LINEAR, (0, 1))),
     "transformers.grouped_mm_fallback": (_LINEAR, (0, 1)),
     **dict.fromkeys(("fxpart.experts", "experts_cut", "experts_dispatched"), (_experts, (0, 3))),
     "fxpart.grouped_product": (_LINEAR, (0, 1)),
+    "fxpart.float8_linear": (_LINEAR, (0, 1)),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "_addmm_activation"), (_ADDED, (1, 2))),
     "addbmm": (_addbmm, (1, 2)),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), (_convolution, (0, 1))),

@@ -6,7 +6,7 @@ are then expressions in the same symbols, made with + and x alone.
 
 from __future__ import annotations
 
-from .contractions import PRODUCTS, SPECIAL, flops
+from .contractions import FLOAT8, PRODUCTS, SPECIAL, flops
 from .memory_traffic import is_free, is_known, traffic
 
-__all__ = ["PRODUCTS", "SPECIAL", "flops", "is_free", "is_known", "traffic"]
+__all__ = ["FLOAT8", "PRODUCTS", "SPECIAL", "flops", "is_free", "is_known", "traffic"]

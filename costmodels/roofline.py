@@ -14,7 +14,7 @@ from fxpart.costs import Cost, CostModel
 
 from . import communication
 from .efficiency import Efficiency, find_efficiency
-from .op_work import flops, is_free, is_known, traffic
+from .op_work import FLOAT8, flops, is_free, is_known, traffic
 from .tensor_sizes import is_floating
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Roofline(CostModel):
         if (backward and not op.gradients) or (is_free(op) and not moved):
             return Cost(0.0, source=SOURCE)
         work = float(flops(op, backward))
-        rate, note, dtype = _rate(op, device)
+        rate, note, dtype = _rate(op, device, backward)
         launches = max(1, op.gradients) if backward and work else 1
         found = find_efficiency(device.model) if device.kind == "gpu" else None
         if found is None:
@@ -93,12 +93,28 @@ def _kernels(
     return launches * max(device.launch, each)
 
 
-def _rate(op: OpSpec, device: Device) -> tuple[float, str, str]:
+def _rate_in_8_bits(
+    op: OpSpec, device: Device, used: str, backward: bool
+) -> tuple[float, str, str]:
+    """Return the FLOP/s of products in 8 bits; the weight's gradient is computed in ``used``."""
+    rate = device.flops.get("float8")
+    if rate is None:
+        fallback = device.flops.get(used, min(device.flops.values()))
+        return fallback, f", {used} rate for float8", used
+    if backward and op.needs(1):
+        wide = device.flops.get(used, rate)
+        return 2 / (1 / rate + 1 / wide), f", half in {used}", "float8"
+    return rate, "", "float8"
+
+
+def _rate(op: OpSpec, device: Device, backward: bool) -> tuple[float, str, str]:
     """Return the FLOP/s for the op's dtype, a note where the device has none for it, the dtype.
 
     Without one the float32 rate is used, or the lowest rate.
     """
     used = next((t.dtype for t in (*op.inputs, *op.outputs) if is_floating(t.dtype)), "float32")
+    if op.key in FLOAT8 and not (backward and op.needs(1) and not op.needs(0)):
+        return _rate_in_8_bits(op, device, used, backward)
     dtype = "float8" if used.startswith("float8") else used
     measured = device.measured if isinstance(device.measured, dict) else {}
     rates = device.flops | {name: rate for name, rate in measured.items() if name != "bandwidth"}

@@ -26,6 +26,7 @@ from fxpart.codegen.mesh_programs.row_dependence import (
     resolve_microbatches,
     with_equivalence,
 )
+from fxpart.compiler.float8_linear import check_float8_devices
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import error
 from fxpart.passes.objective import ADDED_KEY
@@ -114,8 +115,9 @@ def compile(
     to 3) over ``zero_axis``, and ``placements`` ("solver", or "annotated" to replicate what
     propagation leaves open). seed: of all random ops. batch_dims: the batch dim per input name;
     None for an input that every microbatch gets whole. precision: "bf16" runs model and loss under
-    torch.autocast in bfloat16 (parameters and optimizer state keep their dtype); by default the
-    plan's, or "fp32", which changes nothing. transfer_dtype: "bfloat16" sends float32 values and
+    torch.autocast in bfloat16 (parameters and optimizer state keep their dtype); "fp8" computes
+    linear products in 8 bits, too, by torchao; by default the plan's, or "fp32", which changes
+    nothing. transfer_dtype: "bfloat16" sends float32 values and
     gradients between ranks in bfloat16; by default the plan's, or their own dtype. mode: "sync"
     (default); "async" (1F1B without flushes); "auto", the faster of both by simulation; or "queue",
     in which the first free replica of a stage takes the next microbatch, with the constraint
@@ -155,6 +157,7 @@ def compile(
             {"loss": loss, "batch_dims": batch_dims},
             check,
         )  # fmt: skip
+        _check_precision(front.request)
         if chosen is not None:
             require(chosen, f"plan for {chosen.model.name}")
             check_plan(chosen, front.request.constraints, front.blocks, "FXP305")
@@ -217,6 +220,7 @@ def propose(
             {"loss": loss, "batch_dims": batch_dims},
             check,
         )  # fmt: skip
+        _check_precision(front.request)
         checked = front.compare()
         microbatches = _resolve_microbatches(front, microbatches)
         problem, provenance = build_joint_problem(
@@ -341,6 +345,7 @@ class Program:
         request = make_request(chosen, self.optimizer, cost_model, checked, self.plan.seed)
         check_trainable(request.constraints)
         annotations = {**self.annotations, **parse_annotation_constraint(request)}
+        _check_precision(request)
         request = with_model_profile(request, self.plan.model)
         front = PreparedModel(
             request,
@@ -471,6 +476,12 @@ class Program:
         from fxpart.verification.comparison import verify
 
         return verify(self, steps=steps, batch=batch, optimizer=optimizer)
+
+
+def _check_precision(request: PlanRequest) -> None:
+    """Raise FXP109 if devices do not compute in the requested precision."""
+    if request.precision == "fp8":
+        check_float8_devices(request.cluster)
 
 
 def _resolve_microbatches(

@@ -29,6 +29,7 @@ from .lower import LowerPass
 from .mark_gradients import MarkGradientsPass
 from .place import PlacePass
 from .propagate import PropagatePass
+from .quantize_linears import QuantizeLinearsPass
 from .remove_inplace import RemoveInplacePass
 from .simplify import SimplifyPass
 
@@ -45,13 +46,14 @@ PASSES: dict[str, type[Any]] = {
     "mark_gradients": MarkGradientsPass,
     "place": PlacePass,
     "propagate": PropagatePass,
+    "quantize_linears": QuantizeLinearsPass,
     "remove_inplace": RemoveInplacePass,
     "simplify": SimplifyPass,
 }
 
 PREPARE = (
-    "drop_asserts,inline_regions,remove_inplace,simplify,fold_attention_mask,group_experts,key_random,"
-    "mark_gradients,group_blocks"
+    "drop_asserts,inline_regions,remove_inplace,simplify,fold_attention_mask,group_experts,"
+    "quantize_linears,key_random,mark_gradients,group_blocks"
 )
 
 

@@ -6,7 +6,7 @@ import torch
 
 from fxpart.errors import error
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp8")
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
@@ -16,7 +16,7 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
     """
     if precision == "fp32":
         return None
-    if precision == "bf16":
+    if precision in ("bf16", "fp8"):  # Linear products in 8 bits have operands in bfloat16.
         return torch.bfloat16
     half = precision in ("fp16", "float16", "half")
     raise error(

@@ -42,6 +42,7 @@ from fxpart.capture.trace_methods import (
 from fxpart.capture.unlift import UnliftedGraph, unlift
 from fxpart.compat import keep_gpu_autocast, size_hint, symbol_names, unwrap_compiled
 from fxpart.compiler.autocast_region import DEVICES_KEY, WHOLE_KEY
+from fxpart.compiler.float8_linear import KEY as FLOAT8_KEY
 from fxpart.compiler.higher_order_ops import check_regions
 from fxpart.errors import FxpartError
 from fxpart.program.spec import InputSpec
@@ -136,6 +137,8 @@ def _run(request: CaptureRequest) -> CapturedModel:
     check_regions(unlifted.graph.graph)
     if request.autocast is not None:
         unlifted.graph.meta[WHOLE_KEY] = True
+    if request.precision == "fp8":
+        unlifted.graph.meta[FLOAT8_KEY] = True
     unlifted.graph.meta[DEVICES_KEY] = (whole.kind, request.device_type or whole.kind)
     tried = tuple(f"{way.label}: {summarize_exception(failure)}" for way, failure in failures)
     if request.inferred.note:

@@ -247,7 +247,7 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     microbatches: int
     schedule: str
     actions: tuple[str, ...] = ()
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
     transfer_dtype: Literal["", "bfloat16"] = ""
     weights: str = FLUSH
     optimizer: str = "adamw"

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp8")
 TRANSFER_DTYPES = ("", "bfloat16")
 
 Constraints = Mapping[str, int | float | str | bool]
 
 
-def precision_of(constraints: Constraints) -> Literal["fp32", "bf16"]:
-    """ "bf16" where the model runs under autocast in bfloat16, else "fp32"."""
-    return "bf16" if constraints.get("precision") == "bf16" else "fp32"
+def precision_of(constraints: Constraints) -> Literal["fp32", "bf16", "fp8"]:
+    """Return "bf16" for autocast in bfloat16, "fp8" with linear products in 8 bits, else "fp32"."""
+    given = constraints.get("precision")
+    return "fp8" if given == "fp8" else "bf16" if given == "bf16" else "fp32"
 
 
 def transfer_dtype_of(constraints: Constraints) -> Literal["", "bfloat16"]:

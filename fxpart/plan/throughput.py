@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fxpart.plan.model import Plan, PlanInput
 
 _INTEGERS = ("int64", "int32", "int16", "uint8")
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8"}
 NO_FLOPS = "the plan file has no model FLOPs; `fxpart plan` and print(program) compute them"
 
 

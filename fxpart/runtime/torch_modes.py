@@ -32,7 +32,7 @@ from fxpart.plan.model import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_AUTOCAST = {"bf16": torch.bfloat16}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp8": torch.bfloat16}
 _BY_MODE = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,

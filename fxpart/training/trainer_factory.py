@@ -13,6 +13,7 @@ from fxpart.accelerator import CUDA, count_accelerators, find_accelerator, get_d
 from fxpart.codegen.materialization import constants_of, materialize, unused_state
 from fxpart.codegen.program_archive import load_exported
 from fxpart.codegen.stage_loader import load_stage
+from fxpart.compiler.float8_linear import check_float8_package
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
@@ -88,6 +89,8 @@ def _make_trainer(
     from fxpart.training.evaluation import build_evaluation_stages, build_prediction_stages
 
     plan, spec = program.plan, program.spec
+    if plan.precision == "fp8" and _has_gpu_ranks(plan):
+        check_float8_package()
     queue = is_queue_routed(plan, weight_mode, options)
     options["weight_mode"] = None if queue else select_weight_mode(plan, weight_mode, options)
     given = _refresh_optimizer(program, optimizer)

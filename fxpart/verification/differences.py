@@ -12,6 +12,7 @@ from fxpart.verification.comparison_runs import ComparisonStep
 SINGLE, DOUBLE = 2e-5, 1e-6  # relative differences explained by rounding
 NOISE = 1e-6  # fraction of the gradient norm below which a gradient is only rounding
 _COARSE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_COARSE_PRECISIONS = {"bf16": 5e-2, "fp8": 5e-2}
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,6 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 def coarseness(tensors: Sequence[torch.Tensor], precision: str) -> float:
     """Return the tolerance of a model with lower precision than float32, 0 for other models."""
     found = [_COARSE[t.dtype] for t in tensors if t.dtype in _COARSE]
-    if precision == "bf16":
-        found.append(_COARSE[torch.bfloat16])
+    if precision in _COARSE_PRECISIONS:
+        found.append(_COARSE_PRECISIONS[precision])
     return max(found, default=0.0)

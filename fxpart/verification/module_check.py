@@ -17,6 +17,7 @@ from fxpart.capture.captured_model import CapturedModel
 from fxpart.capture.context_managers import quiet
 from fxpart.capture.flat_batch import flatten_batch
 from fxpart.capture.model_tensors import loss_prefix, state_of
+from fxpart.compiler.float8_linear import without_float8
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import ModuleCheck
 from fxpart.verification.comparison_runs import (
@@ -74,7 +75,8 @@ def check_module(
     """Compare the captured program with the module; raise FXP113 if they differ.
 
     graph: the prepared graph. check: "auto" skips what cannot run or is too expensive, "on" runs
-    everything that can run (FXP109 otherwise), "off" runs nothing. The module, its gradients,
+    everything that can run (FXP109 otherwise), "off" runs nothing. Products in 8 bits, whose
+    rounding would hide other differences, are compared in bfloat16. The module, its gradients,
     everything reachable from it and the random generators are restored.
     """
     refuse_gradient_hooks(model, loss)
@@ -85,6 +87,7 @@ def check_module(
         raise error(
             "FXP109", where="check='on'", why=reason, fix='use check="auto", which skips it'
         )
+    graph = without_float8(graph)
     kept = [] if reason else find_leaked_constants(captured)
     if kept:
         raise FxpartError(leaked_problem(kept[0]))

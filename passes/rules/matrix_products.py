@@ -129,6 +129,8 @@ TABLE: dict[str, Entry] = {
     "aten.linear": notation(
         "... k, n k, n -> ... n", additive="bias", linear=["input bias", "weight bias"]
     ),
+    # Rows have scales of their own, but a sum over shards of a row would round otherwise.
+    "fxpart.float8_linear": notation("... _k, _n _k, _n -> ... _n"),
     "aten.mm": notation("m k, k n -> m n", linear=["self", "mat2"]),
     "aten.bmm": notation("b m k, b k n -> b m n", linear=["self", "mat2"]),
     "aten.mv": notation("m k, k -> m", linear=["self", "vec"]),

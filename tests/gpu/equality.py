@@ -36,7 +36,7 @@ from training import (
     zoo,
 )  # fmt: skip
 
-FLOAT32, BFLOAT16 = 1e-4, 3e-2  # fused Adam rounds otherwise than the default
+FLOAT32, BFLOAT16, FLOAT8 = 1e-4, 3e-2, 0.1  # fused Adam rounds otherwise than the default
 Check = Callable[[], dict[str, Any]]
 
 
@@ -242,6 +242,7 @@ CHECKS: dict[str, Check] = {
             small_llama(), microbatches=2, precision="bf16", tolerance=BFLOAT16,
             options={"cuda_graphs": True},
         ),
+        "fp8": lambda: compared(small_llama(), microbatches=2, precision="fp8", tolerance=FLOAT8),
     } if HAS_GPU else {}),
     "asynchronous": asynchronous,
     "queues": lambda: layout(small_llama, 3, {}, mode="queue", tolerance=1e-3),

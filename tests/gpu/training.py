@@ -84,7 +84,7 @@ def train_eager(
     stepper, batch, losses = optimizer(model.parameters()), to_device(job.batch), []
     for _ in range(steps):
         stepper.zero_grad()
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16"):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=precision in ("bf16", "fp8")):
             loss = eager_loss(model, job, batch)
         loss.backward()
         if clip_norm is not None:

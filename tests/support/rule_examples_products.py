@@ -257,7 +257,15 @@ def _meshgrid(r: Draw) -> Example:
     return Example(ATEN.meshgrid.indexing, (vectors,), {"indexing": r.pick(["ij", "xy"])})
 
 
+def _float8_linear(r: Draw) -> Example:
+    """Rows of sizes that a shard keeps whole."""
+    rows, width, wide = r.size(), r.size(), r.size()
+    given = r.real(rows, r.size(), width), r.real(wide, width), r.real(wide)
+    return Example(torch.ops.fxpart.float8_linear.default, given)
+
+
 EXAMPLES: dict[str, Maker] = {
+    "fxpart.float8_linear": _float8_linear,
     "aten.linear": _linear,
     "aten.mm": _plain(ATEN.mm.default, False),
     "aten.bmm": _plain(ATEN.bmm.default, True),
