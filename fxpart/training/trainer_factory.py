@@ -13,7 +13,6 @@ from fxpart.accelerator import CUDA, count_accelerators, find_accelerator, get_d
 from fxpart.codegen.materialization import constants_of, materialize, unused_state
 from fxpart.codegen.program_archive import load_exported
 from fxpart.codegen.stage_loader import load_stage
-from fxpart.compiler.float8_linear import check_float8_package
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
@@ -89,8 +88,7 @@ def _make_trainer(
     from fxpart.training.evaluation import build_evaluation_stages, build_prediction_stages
 
     plan, spec = program.plan, program.spec
-    if plan.precision == "fp8" and _has_gpu_ranks(plan):
-        check_float8_package()
+    _check_precision(plan)
     queue = is_queue_routed(plan, weight_mode, options)
     options["weight_mode"] = None if queue else select_weight_mode(plan, weight_mode, options)
     given = _refresh_optimizer(program, optimizer)
@@ -291,6 +289,7 @@ def load_trainer(
     """
     exported = load_exported(directory, stages=())
     plan, spec = Plan.loads(exported.plan, str(directory)), exported.spec
+    _check_precision(plan)
     placement = _LocalPlacement.of(plan, spec, timeout)
     mesh_ranks = placement.load(exported.mesh_rank_program)
 
@@ -325,6 +324,15 @@ def _attach_plan(
     made.divisors.renew()
     made.plan_text, made.fingerprint = plan.dumps(), plan.model.fingerprint
     return made
+
+
+def _check_precision(plan: Plan) -> None:
+    """Raise FXP601 if GPUs need a package for the plan's precision that is not installed."""
+    if plan.precision == "fp8" and _has_gpu_ranks(plan):
+        # Imported late: other programs train without the compiler.
+        from fxpart.compiler.float8_linear import check_float8_package
+
+        check_float8_package()
 
 
 def _check_gpus(plan: Plan) -> None:
