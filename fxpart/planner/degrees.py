@@ -48,6 +48,7 @@ from fxpart.solver.problem import RECOMPUTE_MODES
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
+    from fxpart.cluster.model import Cluster
     from fxpart.planner.request import PlanRequest
     from fxpart.solver.progress import Progress
 
@@ -293,11 +294,19 @@ def select_distinct(rows: Sequence[MeshProposal], levels: bool = False) -> tuple
     return tuple(kept.values())
 
 
-def make_degree_certificate(chosen: DegreeSearchResult) -> Certificate:
-    """Return the certificate of the selected degrees, over the costs of single blocks."""
+def make_degree_certificate(
+    chosen: DegreeSearchResult, plan: Plan, ratios: Sequence[float]
+) -> Certificate:
+    """Return the certificate of the selected degrees, over the costs of single blocks.
+
+    ratios: exact step times of the meshes that were lowered, by their estimates. Where the plan's
+    exact step time is below the bound over estimates, the bound is that time and proves nothing.
+    """
     problem, solution = chosen.problem, chosen.solution
-    assert solution.status in ("optimal", "within gap", "best found"), "there is a choice"
-    objective = solution.objective
+    objective, exact = solution.objective, plan.prediction.step_seconds
+    bound = min(solution.bound, objective, exact)
+    status = solution.status if bound == min(solution.bound, objective) else "best found"
+    assert status in ("optimal", "within gap", "best found"), "there is a choice"
     counts = ", ".join(map(str, problem.microbatches))
     found = sorted({degrees(problem, i)[:4] for i in range(len(problem.options))})
     words = ", ".join(f"{d}x{t}" for d, t in dict.fromkeys((d, t) for d, t, _, _ in found))
@@ -306,15 +315,16 @@ def make_degree_certificate(chosen: DegreeSearchResult) -> Certificate:
     if ASYNC in problem.schedules:
         schedules += f" (weights {problem.weights}, weight prediction not included)"
     return Certificate(
-        status=solution.status,
+        status=status,
         objective=objective,
-        lower_bound=min(solution.bound, objective),
-        gap=(objective - min(solution.bound, objective)) / objective if objective > 0 else 0.0,
+        lower_bound=bound,
+        gap=(objective - bound) / objective if objective > 0 else 0.0,
         solver=solution.solver,
         over=(
             f"dp x tp of {words}, equal for all stages, ZeRO {levels}, {problem.min_stages} to "
             f"{problem.max_stages} stages, microbatches of {counts}, schedules "
             f"{schedules}{_describe_modes(problem)}, each block priced separately"
+            f"{_describe_ratios(ratios)}"
         ),
     )
 
@@ -327,14 +337,26 @@ def _describe_modes(problem: JointProblem) -> str:
     return f", recompute {' or '.join(m for m in RECOMPUTE_MODES if m in modes)} per stage"
 
 
+def _describe_ratios(ratios: Sequence[float]) -> str:
+    """Describe how far the exact prices of the lowered meshes are from their estimates."""
+    if not ratios:
+        return ""
+    low, high = (f"{ratio:.0%}" for ratio in (min(ratios), max(ratios)))
+    text = low if low == high else f"{low} to {high}"
+    return f" (exact step times of the meshes that were lowered are {text} of these estimates)"
+
+
 def assign_proposal_devices(
-    chosen: DegreeSearchResult, one: MeshProposal, request: PlanRequest
+    chosen: DegreeSearchResult, one: MeshProposal, cluster: Cluster, request: PlanRequest
 ) -> StageAssignment:
-    """Assign devices to the proposal's stages, with their fixed boundaries if constrained."""
+    """Assign the cluster's devices to the proposal's stages.
+
+    With the proposal's stage boundaries, if the request constrains them.
+    """
     fixed = constrains_cuts(request.constraints)
-    placement = assign_devices(request.cluster, chosen.problem, one.choice)
+    placement = assign_devices(cluster, chosen.problem, one.choice)
     return StageAssignment(
-        order=None if placement is None else order_of(request.cluster, placement),
+        order=None if placement is None else order_of(cluster, placement),
         starts=one.choice.starts if fixed else None,
         microbatches=one.choice.microbatches,
         stages=len(one.choice.options),

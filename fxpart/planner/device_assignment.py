@@ -31,13 +31,15 @@ class StageAssignment:
     order: indices of all devices of the cluster in the order in which stages use them; None keeps
     the cluster's order. starts: the first block of each stage; None leaves the boundaries to the
     solver. microbatches, stages: the expected numbers, for which placements over the mesh are
-    selected; None: unknown.
+    selected; None: unknown. limit: the largest number of stages; only as many groups of devices are
+    priced. None: as many as the cluster has devices for.
     """
 
     order: tuple[int, ...] | None = None
     starts: tuple[int, ...] | None = None
     microbatches: int | None = None
     stages: int | None = None
+    limit: int | None = None
 
     def ordered(self, cluster: Cluster) -> Cluster:
         """Return the cluster with its devices in this order."""
@@ -46,12 +48,19 @@ class StageAssignment:
         devices = tuple(cluster.devices[i] for i in self.order)
         return msgspec.structs.replace(cluster, devices=devices)
 
+    def priced(self, cluster: Cluster, width: int) -> Cluster:
+        """Return the devices of the most stages of ``width`` ranks, in this order."""
+        ordered = self.ordered(cluster)
+        if self.limit is None:
+            return ordered
+        return msgspec.structs.replace(ordered, devices=ordered.devices[: self.limit * width])
+
     def used(self, cluster: Cluster, width: int) -> Cluster:
         """Return the devices of the expected stages of ``width`` ranks, in this order.
 
         All devices where the number of stages is unknown.
         """
-        ordered = self.ordered(cluster)
+        ordered = self.priced(cluster, width)
         if self.order is None or self.stages is None:
             return ordered
         return msgspec.structs.replace(ordered, devices=ordered.devices[: self.stages * width])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,7 +43,11 @@ from fxpart.planner.refinement import (
     with_trial_run,
 )
 from fxpart.planner.request import PlanRequest
-from fxpart.planner.sharding_decision import ShardingAssumptions, shard_graph
+from fxpart.planner.sharding_decision import (
+    ShardingAssumptions,
+    ShardingCache,
+    shard_graph,
+)
 from fxpart.pricing.device_order import best_order
 from fxpart.pricing.live_tensors import with_live_tensors
 from fxpart.pricing.partition import compute_reduction_times, copying_of, price
@@ -67,6 +72,15 @@ if TYPE_CHECKING:
 CandidateCallback = Callable[[Plan, GeneratedProgram], None]
 
 
+class SlowerThanIncumbentError(Exception):
+    """The best plan of a mesh is not faster than one that is known. seconds: its step time."""
+
+    def __init__(self, seconds: float) -> None:
+        """Keep the step time."""
+        super().__init__(f"a step takes {seconds} s")
+        self.seconds = seconds
+
+
 def solve_exactly(
     request: PlanRequest,
     captured: CapturedModel,
@@ -76,24 +90,28 @@ def solve_exactly(
     annotations: Mapping[str, str],
     assignment: StageAssignment | None = None,
     on_candidate: CandidateCallback | None = None,
+    incumbent: float = inf,
+    cache: ShardingCache | None = None,
 ) -> tuple[Plan, GeneratedProgram]:
     """Price the graph (or one rank's part of it) on the request's mesh, choose cuts, and plan.
 
-    on_candidate: called with every plan that is compared by simulation, where the cost model is a
-    profile. Raises FXP105 where the ranks cannot share the batch, FXP2xx where nothing fits.
+    on_candidate: called with every plan that is compared by simulation (with a profile). incumbent:
+    seconds of a step that a plan must be below, where none is simulated. cache: of the graph's
+    shardings. Raises FXP105 where the ranks cannot share the batch, FXP2xx where nothing fits, and
+    :class:`SlowerThanIncumbentError` where nothing is faster.
     """
     assignment = assignment or StageAssignment()
     sharded = None
     if request.sharded:
-        assumptions = _make_assumptions(request, microbatches, assignment)
-        used = replace(request, cluster=assignment.used(request.cluster, request.mesh.size))
-        sharded = shard_graph(graph, captured, used, annotations, assumptions)
+        expected = _make_assumptions(request, microbatches, assignment)
+        mine = replace(request, cluster=assignment.used(request.cluster, request.mesh.size))
+        sharded = shard_graph(graph, captured, mine, annotations, expected, cache)
     local = graph if sharded is None else sharded.local(0)
     sharing = None if sharded is None else StageParallelism.of(sharded)
     problem, provenance = price(
         local,
         captured,
-        assignment.ordered(request.cluster),
+        assignment.priced(request.cluster, request.mesh.size),
         cost_model=request.cost_model,
         batch_size=captured.batch_size,
         microbatches=microbatches,
@@ -108,25 +126,20 @@ def solve_exactly(
     problem = apply_constraints(problem, request, assignment.starts)
     problem, assignment = _in_best_order(problem, assignment, request)
     answer = _PricedMesh(
-        request=request,
-        captured=captured,
-        graph=graph,
-        info=info,
-        sharded=sharded,
-        local=local,
-        sharing=sharing,
-        provenance=provenance,
-        assignment=assignment,
-        on_candidate=on_candidate,
-    )
+        request, captured, graph, info, sharded, local, sharing, provenance, assignment,
+        on_candidate,
+    )  # fmt: skip
     chains: list[StagePartition] = []
+    family = find_family(MESH_FAMILIES, request)
 
     def chain() -> tuple[Plan, GeneratedProgram]:
-        made, plan, parts = answer.best_partition(_stages(problem, assignment, request))
+        stages = _stages(problem, assignment, request)
+        if family is None:
+            _check_incumbent(stages, incumbent, request)
+        made, plan, parts = answer.best_partition(stages)
         chains.append(made)
         return plan, parts
 
-    family = find_family(MESH_FAMILIES, request)
     plan, parts = chain() if family is None else family.plan(answer.context(problem, chain))
     plan = with_process(plan, request.cost_model)
     if any(made.over for made in chains) or plan.virtual > 1:  # stages are no runs of blocks
@@ -212,7 +225,7 @@ class _PricedMesh:
     def reduction_times(self) -> GradientReductionTimes:
         """Return the communication time per step between the ranks of a stage, in seconds."""
         assert self.sharing is not None, "a stage is several ranks"
-        ordered = self.assignment.ordered(self.request.cluster)
+        ordered = self.assignment.priced(self.request.cluster, self.request.mesh.size)
         model = self.request.cost_model
         return compute_reduction_times(self.local, self.captured, ordered, model, self.sharing)
 
@@ -308,7 +321,7 @@ class _PricedMesh:
             return self.refine(problem, choice, evaluation).evaluation
 
         def copying() -> tuple[float, ...]:
-            ordered = self.assignment.ordered(request.cluster)
+            ordered = self.assignment.priced(request.cluster, request.mesh.size)
             return copying_of(ordered, request.cost_model, request.mesh.size)
 
         return MeshContext(
@@ -393,6 +406,13 @@ def _stages(
     if made.solution.choice is None:
         raise FxpartError(explain_infeasible(problem))
     return made
+
+
+def _check_incumbent(stages: StagePartition, incumbent: float, request: PlanRequest) -> None:
+    """Raise SlowerThanIncumbentError for a closed form that is not below the incumbent."""
+    seconds = stages.solution.objective
+    if seconds >= incumbent and not is_measured(request.cost_model, request.cluster):
+        raise SlowerThanIncumbentError(seconds)
 
 
 def _is_faster(plan: Plan, other: Plan) -> bool:

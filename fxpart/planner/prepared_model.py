@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from fxpart.planner.request import (
     find_cluster,
     make_request,
 )
-from fxpart.planner.sharding_decision import find_annotations
+from fxpart.planner.sharding_decision import ShardingCache, find_annotations
 from fxpart.verification import ConstantGuard, check_module, check_option, refuse_gradient_hooks
 
 
@@ -63,7 +63,7 @@ class PreparedModel:
     """A captured model with blocks, and the request for its plan.
 
     compare: compares the captured program with the module (raises FXP113), and returns the result
-    for the plan.
+    for the plan. shardings: of the graph, as far as they were found.
     """
 
     request: PlanRequest
@@ -72,6 +72,7 @@ class PreparedModel:
     info: PlanModel
     annotations: Mapping[str, str]
     compare: Callable[[], ModuleCheck | None] = lambda: None
+    shardings: ShardingCache = field(default_factory=ShardingCache)
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,30 +13,27 @@ import msgspec
 from fxpart.codegen.generated_program import GeneratedProgram
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.plan.contention import compute_pace, find_host_loads
 from fxpart.plan.model import Plan
 from fxpart.planner.constraints import constrains_cuts
 from fxpart.planner.degrees import (
-    DegreeSearchResult,
     MeshProposal,
-    assign_proposal_devices,
-    build_joint_problem,
-    choose_degrees,
     find_rejected_choices,
     make_degree_certificate,
-    with_degrees,
 )
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.families import REPLICA_FAMILIES, find_family
-from fxpart.planner.families.schedule_selection import with_cut_schedules
-from fxpart.planner.mesh_plan import CandidateCallback, solve_exactly
+from fxpart.planner.group_orders import expand_assignments, is_unequal
+from fxpart.planner.mesh_plan import (
+    CandidateCallback,
+    SlowerThanIncumbentError,
+    solve_exactly,
+)
+from fxpart.planner.mesh_proposals import SourcedProposal, has_tables, propose_meshes
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prepared_model import PreparedModel
-from fxpart.planner.refinement import find_contention, is_measured, plan_seconds
+from fxpart.planner.refinement import is_measured, plan_seconds
 from fxpart.planner.request import PlanRequest, with_mesh
 from fxpart.pricing.joint_space import microbatch_counts
-from fxpart.pricing.sparse_gradients import touched_bytes
-from fxpart.pricing.weights import trained_names
 
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
@@ -43,13 +41,17 @@ if TYPE_CHECKING:
 _TRIES = 8  # number of proposed meshes that are lowered and priced exactly, best first
 _TIGHT = 0.6  # fraction of a device's memory above which placements with less memory may be faster
 _OUT_OF_MEMORY = {"FXP204", "FXP205"}
+_REFINED = 3  # meshes whose devices are tried in every order, on unequal devices
+_SMALL = 400  # ops of a graph for which many proposals are lowered
 _LARGE = 2000  # ops of a graph for which only the best proposal is lowered
 # Proposals are tried up to this factor of the best plan's step time: estimates by single blocks are
 # up to a third above exact prices, as they replicate the values between blocks.
 _REACH = 1.4
+_NEAR = 1.25  # a mesh this much slower than a known plan is not tried with other placements
+_UNEQUAL_REACH = 8.0  # on unequal links, whose worst the estimates assume, for small graphs
 _MEASURED_REACH = 1.5  # with a measured model, whose contention is not in the estimates
 
-_Tried = tuple[Plan, GeneratedProgram, MeshProposal]
+_Tried = tuple[Plan, GeneratedProgram, SourcedProposal]
 
 
 def find_best_plan(
@@ -91,81 +93,141 @@ def _find_equal_stages(
     on_candidate: CandidateCallback | None,
 ) -> PlanSearchResult:
     """Return the best plan whose stages have equal degrees."""
-    request, captured, graph = front.request, front.captured, front.graph
+    request = front.request
     if not request.open:
-        assignment = _fixed_cuts(front, microbatches, progress) or StageAssignment()
-        return PlanSearchResult(
-            *_price_mesh(front, request, assignment, microbatches, on_candidate)
-        )
-    degrees = replace(request, constraints=with_cut_schedules(request.constraints))
-    with log_phase("price the blocks", logging.DEBUG):
-        problem, provenance = build_joint_problem(graph, captured, degrees, microbatches)
-    levels = _has_tables(front)
-    with log_phase("search the parallel degrees", logging.DEBUG):
-        chosen = choose_degrees(
-            problem, provenance, degrees, pace=_pace(request), levels=levels, progress=progress
-        )
+        return PlanSearchResult(*_price_fixed_mesh(front, microbatches, progress, on_candidate))
     found: list[_Tried] = []
     problems: list[Problem] = []
-    tries = _TRIES * (1 + levels) if front.info.nodes <= _LARGE else 1
+    with log_phase("search the parallel degrees", logging.DEBUG):
+        proposals = propose_meshes(front, microbatches, progress)
     measured = is_measured(request.cost_model, request.cluster)
     step_time, reach = (_simulated, _MEASURED_REACH) if measured else (_closed, _REACH)
-    for number, one in enumerate(chosen.proposals):
-        if found and (
-            number == tries or min(map(step_time, found)) * reach <= one.expected_seconds
-        ):
-            break
-        fixed = with_mesh(request, one.mesh, one.zero)
-        assignment = assign_proposal_devices(chosen, one, request)
+    small = front.info.nodes <= _SMALL
+    if small and is_unequal(request.cluster):
+        reach = _UNEQUAL_REACH
+    pricer = _MeshPricer(front, microbatches, on_candidate)
+    seconds: dict[SourcedProposal, float] = {}
+
+    def attempt(one: SourcedProposal, every: bool) -> None:
+        fixed = with_mesh(request, one.mesh.mesh, one.mesh.zero)
+        known = min(map(step_time, found), default=inf)
         try:
-            with log_phase(f"lower and price {_describe(one)}", logging.DEBUG):
-                priced = _price_mesh(front, fixed, assignment, microbatches, on_candidate)
-            found.append((*priced, one))
+            with log_phase(f"lower and price {_describe(one.mesh)}", logging.DEBUG):
+                found.append((*pricer.price(fixed, one.assign(request), known, every), one))
+            seconds[one] = step_time(found[-1])
+        except SlowerThanIncumbentError as fault:
+            seconds[one] = fault.seconds
         except FxpartError as fault:
-            problems += fault.problems
+            problems.extend(fault.problems)
+
+    for number, one in enumerate(proposals):
+        most = _count_tries(front, proposals)
+        far = found and min(map(step_time, found)) * reach <= one.mesh.expected_seconds
+        if found and (number >= most or far):
+            break
+        attempt(one, every=False)
+    if small and is_unequal(request.cluster):
+        nearest = {
+            (one.mesh.mesh, one.mesh.zero): one
+            for one in sorted(seconds, key=lambda one: -seconds[one])
+        }
+        for one in sorted(nearest.values(), key=lambda one: seconds[one])[:_REFINED] or proposals:
+            attempt(one, every=True)
     if not found:
         raise FxpartError(problems)
     plan, parts, one = min(found, key=lambda priced: plan_seconds(priced[0], request.cost_model))
-    return PlanSearchResult(with_proof(plan, chosen, one), parts, problem)
+    same = (one.mesh.mesh, one.mesh.zero)
+    own = [each for each in proposals if each.source.view is None]
+    one = next((each for each in own if (each.mesh.mesh, each.mesh.zero) == same), one)
+    return PlanSearchResult(with_proof(plan, one, proposals, found), parts, one.source.problem)
 
 
-def _price_mesh(
-    front: PreparedModel,
-    request: PlanRequest,
-    assignment: StageAssignment,
-    microbatches: int | None,
-    on_candidate: CandidateCallback | None,
-) -> tuple[Plan, GeneratedProgram]:
-    """Return the best plan on the request's mesh.
+@dataclass(frozen=True)
+class _MeshPricer:
+    """Prices meshes exactly. seen: the assignments of devices that were priced."""
 
-    Placements are selected for an assumed number of microbatches. Where they do not fit, or fill
-    most of a device's memory, they are selected for more microbatches too, which need less memory
-    at once, as long as that helps. Raises FXP2xx where nothing fits.
-    """
-    best: tuple[Plan, GeneratedProgram] | None = None
-    for assumed in _assumed_counts(front, request, assignment, microbatches):
-        placed = assignment if assumed is None else replace(assignment, microbatches=assumed)
-        try:
-            made = solve_exactly(
-                request, front.captured, front.graph, front.info, microbatches,
-                front.annotations, placed, on_candidate,
-            )  # fmt: skip
-        except FxpartError as fault:
-            if best is not None:
+    front: PreparedModel
+    microbatches: int | None
+    on_candidate: CandidateCallback | None
+    seen: set[object] = field(default_factory=set)
+
+    def price(
+        self,
+        request: PlanRequest,
+        assignment: StageAssignment,
+        incumbent: float = inf,
+        every: bool = False,
+    ) -> tuple[Plan, GeneratedProgram]:
+        """Return the best plan on the request's mesh, for any assignment that may be best.
+
+        incumbent: the step time of a known plan, in seconds. every: as for
+        :func:`~fxpart.planner.group_orders.expand_assignments`. Raises FXP2xx where nothing fits,
+        and SlowerThanIncumbentError where nothing is faster.
+        """
+        best: tuple[Plan, GeneratedProgram] | None = None
+        problems: list[Problem] = []
+        slower: SlowerThanIncumbentError | None = None
+        for one in expand_assignments(request, assignment, every=every):
+            key = (str(request.mesh), request.zero, one)
+            if key in self.seen:
+                slower = slower or SlowerThanIncumbentError(incumbent)
+                continue
+            self.seen.add(key)
+            try:
+                made = self._price_assignment(request, one, incumbent)
+            except SlowerThanIncumbentError as fault:
+                slower = fault
+            except FxpartError as fault:
+                problems += fault.problems
+            else:
+                seconds = plan_seconds(made[0], request.cost_model)
+                if best is None or seconds < incumbent:
+                    best, incumbent = made, seconds
+        if best is not None:
+            return best
+        raise slower or FxpartError(problems)
+
+    def _price_assignment(
+        self, request: PlanRequest, assignment: StageAssignment, incumbent: float
+    ) -> tuple[Plan, GeneratedProgram]:
+        """Return the best plan on the request's mesh and devices in one order.
+
+        Placements are selected for an assumed number of microbatches. Where they do not fit, or
+        fill most of a device's memory, they are selected for more microbatches too, which need less
+        memory at once, as long as that helps. Raises as :meth:`price`.
+        """
+        front, microbatches = self.front, self.microbatches
+        best: tuple[Plan, GeneratedProgram] | None = None
+        last: FxpartError | SlowerThanIncumbentError | None = None
+        for assumed in _assumed_counts(front, request, assignment, microbatches):
+            placed = assignment if assumed is None else replace(assignment, microbatches=assumed)
+            try:
+                made = solve_exactly(
+                    request, front.captured, front.graph, front.info, microbatches,
+                    front.annotations, placed, self.on_candidate, incumbent, front.shardings,
+                )  # fmt: skip
+            except SlowerThanIncumbentError as fault:
+                last = fault
+                if best is not None or fault.seconds > incumbent * _NEAR:
+                    break
+                continue
+            except FxpartError as fault:
+                if best is not None:
+                    break
+                if not {problem.code for problem in fault.problems} <= _OUT_OF_MEMORY:
+                    raise
+                last = last or fault
+                continue
+            model = request.cost_model
+            if best is not None and plan_seconds(made[0], model) >= plan_seconds(best[0], model):
                 break
-            if not {problem.code for problem in fault.problems} <= _OUT_OF_MEMORY:
-                raise
-            last = fault
-            continue
-        model = request.cost_model
-        if best is not None and plan_seconds(made[0], model) >= plan_seconds(best[0], model):
-            break
-        best = made
-        if front.info.nodes > _LARGE or _memory_use(made[0]) < _TIGHT:
-            break
-    if best is None:
-        raise last
-    return best
+            best, incumbent = made, min(incumbent, plan_seconds(made[0], model))
+            if front.info.nodes > _LARGE or _memory_use(made[0]) < _TIGHT:
+                break
+        if best is None:
+            assert last is not None, "there is an assumed number"
+            raise last
+        return best
 
 
 def _assumed_counts(
@@ -194,32 +256,37 @@ def _memory_use(plan: Plan) -> float:
     )
 
 
-def _fixed_cuts(
-    front: PreparedModel, microbatches: int | None, progress: Callable[[Progress], None] | None
-) -> StageAssignment | None:
-    """Return the fixed stage boundaries on the given mesh; None without constraints on cuts.
+def _price_fixed_mesh(
+    front: PreparedModel,
+    microbatches: int | None,
+    progress: Callable[[Progress], None] | None,
+    on_candidate: CandidateCallback | None,
+) -> tuple[Plan, GeneratedProgram]:
+    """Return the best plan on the request's mesh.
 
-    The cuts are those of the joint problem, restricted to the degrees of the mesh. Raises FXP109
-    for a mesh with axes other than dp and tp, which the joint problem does not have.
+    Constraints on cuts fix the stage boundaries of the joint problem, restricted to the degrees of
+    the mesh. Raises FXP109 for them on a mesh with axes other than dp and tp, which the joint
+    problem does not have.
     """
-    request = front.request
-    if not constrains_cuts(request.constraints):
-        return None
-    constraints = with_cut_schedules(with_degrees(request))
-    if dict(request.mesh.axes).get("dp", 1) > 1:
-        constraints["zero"] = request.zero
-    degrees = replace(request, constraints=constraints)
-    problem, provenance = build_joint_problem(front.graph, front.captured, degrees, microbatches)
-    chosen = choose_degrees(problem, provenance, degrees, progress=progress)
-    best = chosen.proposals[0].choice
-    return StageAssignment(
-        starts=best.starts, microbatches=best.microbatches, stages=len(best.options)
-    )
+    request, pricer = front.request, _MeshPricer(front, microbatches, on_candidate)
+    if constrains_cuts(request.constraints):
+        best = propose_meshes(front, microbatches, progress)[0].mesh.choice
+        assignment = StageAssignment(
+            starts=best.starts, microbatches=best.microbatches, stages=len(best.options)
+        )
+        return pricer.price(request, assignment)
+    every = front.info.nodes <= _SMALL
+    return pricer.price(request, StageAssignment(), every=every)
 
 
-def _has_tables(front: PreparedModel) -> bool:
-    """Return whether the model trains embedding tables with sparse gradients."""
-    return not trained_names(front.captured).isdisjoint(touched_bytes(front.graph.graph))
+def _count_tries(front: PreparedModel, proposals: Sequence[SourcedProposal]) -> int:
+    """Return how many proposals are lowered and priced at most: of small graphs all."""
+    if front.info.nodes > _LARGE:
+        return 1
+    if front.info.nodes <= _SMALL:
+        return len(proposals)
+    sources = len({id(one.source) for one in proposals})
+    return _TRIES * (sources + has_tables(front))
 
 
 def _describe(one: MeshProposal) -> str:
@@ -235,22 +302,24 @@ def _simulated(priced: _Tried) -> float:
     return priced[0].prediction.simulated_seconds
 
 
-def _pace(request: PlanRequest) -> Callable[[float], float] | None:
-    """Return the factor on seconds while so many ranks compute; None where not measured."""
-    cluster = request.cluster
-    contention = find_contention(request.cost_model, cluster)
-    if contention is None:
-        return None
-    hosts = find_host_loads(cluster, range(len(cluster.devices)), contention)
-    return (lambda busy: compute_pace(hosts, busy)) if hosts else None
+def with_proof(
+    plan: Plan, one: SourcedProposal, proposals: Sequence[SourcedProposal], found: Sequence[_Tried]
+) -> Plan:
+    """Return the plan with the certificate of its degrees and the rejected alternatives.
 
-
-def with_proof(plan: Plan, chosen: DegreeSearchResult, one: MeshProposal) -> Plan:
-    """Return the plan with the certificate of its degrees and the rejected alternatives."""
-    rejected, changes = find_rejected_choices(chosen, one, plan)
+    The certificate is that of the cluster itself if it has proposals.
+    """
+    chosen = one.source.chosen
+    rejected, changes = find_rejected_choices(chosen, one.mesh, plan)
+    sources = [each.source for each in proposals]
+    first = next((each for each in sources if each.view is None), sources[0])
+    ratios = [
+        made.prediction.step_seconds / each.mesh.seconds for made, _, each in found
+        if each.mesh.seconds > 0
+    ]  # fmt: skip
     return msgspec.structs.replace(
         plan,
-        degrees=make_degree_certificate(chosen),
+        degrees=make_degree_certificate(first.chosen, plan, ratios),
         alternatives=rejected or plan.alternatives,
         changes=changes,
         provenance={**plan.provenance, "degrees": chosen.provenance.get("compute", "")},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ from fxpart.passes.rules import layout, operands, rule_of
 from fxpart.plan.constraint_table import DATA_AXIS
 from fxpart.plan.model import Certificate
 from fxpart.planner.embedding_tables import shard_large_tables
-from fxpart.pricing.placements import choose_placements
+from fxpart.pricing.placements import StrategyAssignment, choose_placements
 from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placements
 
 if TYPE_CHECKING:
@@ -63,37 +63,62 @@ class ShardingAssumptions:
     in_flight: int = 1
 
 
+@dataclass
+class ShardingCache:
+    """Graphs of one model that were propagated or sharded before: many placements are equal."""
+
+    propagated: dict[object, fx.GraphModule] = field(default_factory=dict)
+    sharded: dict[object, ShardedGraph] = field(default_factory=dict)
+
+
 def shard_graph(
     graph: fx.GraphModule,
     captured: CapturedModel,
     request: PlanRequest,
     given: Mapping[str, str],
     expected: ShardingAssumptions,
+    cache: ShardingCache | None = None,
 ) -> ShardedGraph:
     """Annotate, propagate and select placements. given: the user's annotations.
 
-    Raise FXP111 and FXP112 for invalid or contradictory annotations, FXP204 and FXP205 if no
-    selection of placements is feasible.
+    cache: of this graph. Raise FXP111 and FXP112 for invalid or contradictory annotations, FXP204
+    and FXP205 if no selection of placements is feasible.
     """
+    cache = cache or ShardingCache()
     large = shard_large_tables(graph.graph, captured, request, given, DATA_AXIS, expected.stages)
     seeds = merge_annotations(_batch_cut(captured, request.mesh, given) | large, given)
     close = request.constraints.get("placements", "solver") == "annotated"
-    whole = propagate_annotations(graph, request.mesh, seeds, _names(graph, captured), close=close)
-    certificate = None
-    if undecided := _open(whole):
-        chosen, certificate = _select_placements(whole, captured, request, expected, undecided)
-        rows = ShardedGraph(chosen, captured).multiple()
-        if captured.batch_size % (rows * (expected.microbatches or 1)):
-            # More shards than rows in the batch, so replicate what is undecided instead.
-            chosen = propagate_annotations(
-                graph, request.mesh, seeds, _names(graph, captured), close=True
-            )
-            certificate = None
-        whole = chosen
+
+    def propagate(close: bool) -> fx.GraphModule:
+        return propagate_annotations(
+            graph, request.mesh, seeds, _names(graph, captured), close=close
+        )
+
+    key = (str(request.mesh), tuple(sorted(seeds.items())), close)
+    whole = cache.propagated.get(key) or propagate(close)
+    undecided = _open(whole)
+    if not undecided:
+        return _finish(whole, captured, request)
+    cache.propagated[key] = whole
+    chosen, certificate = _select_placements(whole, captured, request, expected, undecided)
+    full = (key, chosen.text(), request.zero, request.zero_axis)
+    if full not in cache.sharded:
+        text = f"place{{choice={json.dumps(chosen.text())}}}"
+        placed = PassManager(all_passes()).run(text, whole)
+        cache.sharded[full] = _finish(placed, captured, request)
+    found = cache.sharded[full]
+    if captured.batch_size % (found.multiple() * (expected.microbatches or 1)):
+        # More shards than rows in the batch, so replicate what is undecided instead.
+        return _finish(propagate(close=True), captured, request)
+    return replace(found, certificate=certificate)
+
+
+def _finish(whole: fx.GraphModule, captured: CapturedModel, request: PlanRequest) -> ShardedGraph:
+    """Return the sharded graph of complete placements, which are changed for writes and ZeRO-3."""
     _follow_writers(whole)
     if request.zero == 3:
         _store_in_parts(whole, captured, request)
-    return ShardedGraph(whole, captured, request.zero, request.zero_axis, certificate)
+    return ShardedGraph(whole, captured, request.zero, request.zero_axis)
 
 
 def _follow_writers(graph: fx.GraphModule) -> None:
@@ -157,8 +182,8 @@ def _select_placements(
     request: PlanRequest,
     expected: ShardingAssumptions,
     undecided: int,
-) -> tuple[fx.GraphModule, Certificate]:
-    """Return the graph with the solver's placements, and its certificate for the plan."""
+) -> tuple[StrategyAssignment, Certificate]:
+    """Return the solver's placements, and their certificate for the plan."""
     found, proof = choose_placements(
         graph,
         captured,
@@ -170,10 +195,9 @@ def _select_placements(
         stages=expected.stages,
         time_limit=float(request.constraints.get("time_limit", 30.0)),
     )
-    whole = PassManager(all_passes()).run(f"place{{choice={json.dumps(found.text())}}}", graph)
     status = proof.status
     assert status in ("optimal", "within gap", "best found"), status
-    return whole, Certificate(
+    return found, Certificate(
         status=status,  # type: ignore[arg-type]
         objective=proof.seconds,
         lower_bound=min(proof.bound, proof.seconds),

@@ -29,7 +29,7 @@ def group_devices(cluster: Cluster, group_size: int) -> Cluster:
         return cluster
     links = LinkIndex(cluster)
     groups = _groups(cluster, group_size)
-    devices = tuple(map(_slowest, groups))
+    devices = tuple(map(slowest_device, groups))
     kinds = [frozenset(links.group(device.name) for device in group) for group in groups]
     alone = not any(link.shared or link.segment for link in cluster.links)
     if alone and all(kind == {group[0].host} for kind, group in zip(kinds, groups, strict=True)):
@@ -118,7 +118,7 @@ def _groups(cluster: Cluster, group_size: int) -> list[tuple[Device, ...]]:
     return [tuple(cluster.devices[g * group_size : (g + 1) * group_size]) for g in range(whole)]
 
 
-def _slowest(group: Sequence[Device]) -> Device:
+def slowest_device(group: Sequence[Device]) -> Device:
     """Return a device as slow in every respect as the slowest of the group."""
     return msgspec.structs.replace(
         group[0],
