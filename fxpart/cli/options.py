@@ -238,7 +238,8 @@ def compile_options(command: Command) -> Command:
             ),
             click.option(
                 "--precision", metavar="NAME",
-                help="bf16: autocast in bfloat16; fp32: the model unchanged.",
+                help="bf16: autocast in bfloat16; fp8: also linear layers in 8 bits; "
+                "fp32: the model unchanged.",
             ),
             click.option(
                 "--transfer-dtype", metavar="NAME",

@@ -131,6 +131,24 @@ def test_the_same_numbers(ahead: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("1f1b", "none"), ("1f1b", "full"), ("zb-h1", "none")]
+)
+def test_the_same_numbers_in_a_pipeline(schedule: str, recompute: str) -> None:
+    """Several microbatches in flight, recomputation, and split backwards."""
+    made = fxpart.compile(
+        net(), "local:4", example_inputs=batch(), loss=nn.functional.mse_loss, microbatches=4,
+        constraints={"mesh": "dp=2", "zero": 3, "stages": 2, "schedule": schedule},
+    )  # fmt: skip
+    found = []
+    for ahead in (0, 1):
+        trainer = made.trainer(torch.optim.AdamW, gather_ahead=ahead, recompute=recompute)
+        losses = [float(trainer.step(batch())) for _ in range(3)]
+        found.append([losses, {n: t.tolist() for n, t in trainer.state_dict().items()}])
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
 def test_the_same_numbers_over_gloo(pool: Pool) -> None:
     for found in pool.run(trained, 1):
         assert found == trained(0)
