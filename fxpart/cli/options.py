@@ -238,8 +238,7 @@ def compile_options(command: Command) -> Command:
             ),
             click.option(
                 "--precision", metavar="NAME",
-                help="bf16: autocast in bfloat16; fp8: also linear layers in 8 bits; "
-                "fp32: the model unchanged.",
+                help="fp32: unchanged; bf16: autocast; fp8: linear layers in 8 bits, too.",
             ),
             click.option(
                 "--transfer-dtype", metavar="NAME",
