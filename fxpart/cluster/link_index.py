@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from fxpart.cluster.devices import Link
 from fxpart.errors import error
@@ -27,6 +31,7 @@ class LinkIndex:
         self._table = {(link.source, link.target): link for link in cluster.links}
         self._devices = {device.name: device for device in cluster.devices}
         self._named = {end for pair in self._table for end in pair}
+        self._classes: dict[str, Hashable] = {}
 
     def __call__(self, source: str, target: str) -> Link:
         """Return the most specific link from one device to another; FXP403 if there is none."""
@@ -47,6 +52,40 @@ class LinkIndex:
     def group(self, name: str) -> str:
         """Return the device if a link names it, else its host; equal groups have equal links."""
         return name if name in self._named else self._patterns(name)[1]
+
+    def link_class(self, name: str) -> Hashable:
+        """Return a value that is equal for devices with equal links.
+
+        Between devices of two classes, or of one, all links within hosts are equal, and all links
+        between hosts.
+        """
+        group = self.group(name)
+        if group not in self._classes:
+            self._classes[group] = self._describe(group, self._devices[name].host)
+        return self._classes[group]
+
+    @cached_property
+    def _touching(self) -> dict[str, list[Link]]:
+        """Return the links by each device or host that they name."""
+        found: dict[str, list[Link]] = {}
+        for (source, target), link in self._table.items():
+            for end in sorted({source, target} - {ANY}):
+                found.setdefault(end, []).append(link)
+        return found
+
+    def _describe(self, group: str, host: str) -> Hashable:
+        """Return the links of a group; its own name where a link names it with another one."""
+        rows = []
+        for end in dict.fromkeys((group, host)):
+            for link in self._touching.get(end, ()):
+                if {link.source, link.target} - {ANY, group, host}:
+                    return group
+                source, target = (
+                    ANY if x == ANY else "host" if x == host else "self"
+                    for x in (link.source, link.target)
+                )
+                rows.append(msgspec.structs.replace(link, source=source, target=target))
+        return frozenset(rows)
 
     def _patterns(self, name: str) -> tuple[str, str, str]:
         device = self._devices.get(name)

@@ -35,7 +35,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Return this host as ``ranks`` CPU devices that share its cores and memory evenly.
 
         The rates are estimated by a formula, as stated in each device's ``source``. Raises FXP404
-        if ``ranks`` is not between 1 and 16384.
+        if ``ranks`` is not between 1 and 131072.
         """
         from fxpart.cluster.host_detection import local
 

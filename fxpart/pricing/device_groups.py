@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from fxpart.cluster.link_index import LinkIndex
+from fxpart.cluster.link_index import ANY, LinkIndex
 
 if TYPE_CHECKING:
     from fxpart.cluster.devices import Device, Link
@@ -30,12 +31,18 @@ def group_devices(cluster: Cluster, group_size: int) -> Cluster:
     links = LinkIndex(cluster)
     groups = _groups(cluster, group_size)
     devices = tuple(map(slowest_device, groups))
-    kinds = [frozenset(links.group(device.name) for device in group) for group in groups]
     alone = not any(link.shared or link.segment for link in cluster.links)
-    if alone and all(kind == {group[0].host} for kind, group in zip(kinds, groups, strict=True)):
+    if alone and all(
+        links.group(device.name) == group[0].host for group in groups for device in group
+    ):
         # Each group is on one host and no link names a device, so all pairs are equal.
         return msgspec.structs.replace(cluster, devices=devices)
-    known: dict[tuple[frozenset[str], frozenset[str]], Link] = {}
+    if len(groups) > 1 and _are_alike(links, groups):
+        link = _worst(links, groups[0], groups[1])
+        pairs = [msgspec.structs.replace(link, source=ANY, target=ANY)]
+        return msgspec.structs.replace(cluster, devices=devices, links=tuple(pairs))
+    known: dict[tuple[object, ...], Link] = {}
+    kinds = [tuple(sorted({links.group(device.name) for device in group})) for group in groups]
     pairs = []
     for (a, one), (b, other) in product(enumerate(groups), repeat=2):
         if a != b:
@@ -45,6 +52,23 @@ def group_devices(cluster: Cluster, group_size: int) -> Cluster:
             pair = {"source": devices[a].name, "target": devices[b].name}
             pairs.append(msgspec.structs.replace(known[key], **pair))
     return msgspec.structs.replace(cluster, devices=devices, links=tuple(pairs))
+
+
+def _are_alike(links: LinkIndex, groups: Sequence[Sequence[Device]]) -> bool:
+    """Return whether the links between any two groups are equal: on equal hosts of their own."""
+    seen: set[str] = set()
+    kinds = set()
+    for group in groups:
+        hosts = Counter(device.host for device in group)
+        if not seen.isdisjoint(hosts):
+            return False
+        seen.update(hosts)
+        inside: dict[str, Counter[Hashable]] = {host: Counter() for host in hosts}
+        for device in group:
+            inside[device.host][links.link_class(device.name)] += 1
+        rows = Counter(frozenset(counts.items()) for counts in inside.values())
+        kinds.add(frozenset(rows.items()))
+    return len(kinds) == 1
 
 
 class Rings:
@@ -160,18 +184,66 @@ def _divided(link: Link, count: int) -> Link:
 
 def _worst(links: LinkIndex, sources: Sequence[Device], targets: Sequence[Device]) -> Link:
     """Return a link with the worst latency and bandwidth of any pair, while all ranks send."""
-    pairs = list(product(sources, targets))
-    found = [links(a.name, b.name) for a, b in pairs]
-    resources = [shared_resource(link, a) for link, (a, _) in zip(found, pairs, strict=True)]
+    pairs = list(_list_pairs(links, sources, targets))
     # Each rank of the source sends to one of the target, so one in len(targets) pairs is in use.
-    uses = {each: -(-count // len(targets)) for each, count in Counter(resources).items() if each}
-    found = [_divided(link, uses.get(r, 1)) for link, r in zip(found, resources, strict=True)]
+    counts: Counter[tuple[str, ...]] = Counter()
+    for link, source, hosts, number in pairs:
+        resource = shared_resource(link, source)
+        # a card is that of one of the equal hosts, a segment of all
+        counts[resource] += number // hosts if resource[:1] == ("card",) else number
+    found = []
+    for link, source, _, _ in pairs:
+        resource = shared_resource(link, source)
+        uses = -(-counts[resource] // len(targets)) if resource else 1
+        found.append(_divided(link, uses))
     slowest = max(found, key=lambda link: _slowness((link,)))
     return msgspec.structs.replace(
         slowest,
         latency=max(link.latency for link in found),
         bandwidth=min(link.bandwidth for link in found),
     )
+
+
+@dataclass
+class _HostKind:
+    """Equal hosts: their number, and by class of links the devices of up to two of them."""
+
+    number: int = 0
+    hosts: list[dict[Hashable, tuple[list[Device], list[Device]]]] = field(default_factory=list)
+
+
+def _list_pairs(
+    links: LinkIndex, sources: Sequence[Device], targets: Sequence[Device]
+) -> Iterator[tuple[Link, Device, int, int]]:
+    """Yield different links between two groups.
+
+    Each with a source device, the number of hosts that are equal to that device's, and the number
+    of pairs of devices with such a link.
+    """
+    by_host: dict[str, dict[Hashable, tuple[list[Device], list[Device]]]] = {}
+    for side, devices in enumerate((sources, targets)):
+        for device in devices:
+            inside = by_host.setdefault(device.host, {})
+            inside.setdefault(links.link_class(device.name), ([], []))[side].append(device)
+    kinds: dict[object, _HostKind] = {}
+    for inside in by_host.values():
+        key = frozenset((kind, len(a), len(b)) for kind, (a, b) in inside.items())
+        one = kinds.setdefault(key, _HostKind())
+        one.number += 1
+        if len(one.hosts) < 2:
+            one.hosts.append(inside)
+    for one, other in product(kinds.values(), repeat=2):
+        cases = []
+        if one is other:
+            cases.append((one.hosts[0], one.hosts[0], one.number))
+        apart = one.number * (other.number - (one is other))
+        if apart:
+            cases.append((one.hosts[0], other.hosts[-1], apart))
+        for here, there, times in cases:
+            for (mine, _), (_, theirs) in product(here.values(), there.values()):
+                if mine and theirs:
+                    link = links(mine[0].name, theirs[0].name)
+                    yield link, mine[0], one.number, times * len(mine) * len(theirs)
 
 
 def _slowness(ring: tuple[Link, ...]) -> tuple[float, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET
@@ -54,22 +56,26 @@ def named(device: Device) -> str:
 def limits(cluster: Cluster, model: CostModel, *, reserve: float = RESERVE) -> list[DeviceLimit]:
     """Return each device with its usable memory and the worst link from an earlier device.
 
-    Raises FXP403 where two devices have no link. Devices of one host that no link names
-    individually have equal links, so one of them is looked up for all.
+    Raises FXP403 where two devices have no link. Devices with equal links are looked up once.
     """
     links = LinkIndex(cluster)
     types = group_by_kind(cluster)[1]
-    before: dict[str, list[str]] = {}  # group -> its devices so far, two at most
-    known: dict[tuple[str, str, bool], tuple[float, float]] = {}
+    # class of links -> the first device of each host so far
+    before: dict[Hashable, dict[str, str]] = {}
+    known: dict[tuple[Hashable, Hashable, bool], tuple[float, float]] = {}
     result = []
     for device, kind in zip(cluster.devices, types, strict=True):
-        group = links.group(device.name)
+        group = links.link_class(device.name)
         worst = (0.0, 0.0)
         for other, names in before.items():
-            key = (other, group, other == group)
-            if key not in known:
-                known[key] = line(model, links, names[0], device.name)
-            worst = (max(worst[0], known[key][0]), max(worst[1], known[key][1]))
+            same, apart = names.get(device.host), islice(names.items(), 2)
+            reached = [(device.host, same)] if same else []
+            reached += [pair for pair in apart if pair[0] != device.host][:1]
+            for host, name in reached:
+                key = (other, group, host == device.host)
+                if key not in known:
+                    known[key] = line(model, links, name, device.name)
+                worst = (max(worst[0], known[key][0]), max(worst[1], known[key][1]))
         result.append(
             DeviceLimit(
                 name=device.name,
@@ -79,7 +85,7 @@ def limits(cluster: Cluster, model: CostModel, *, reserve: float = RESERVE) -> l
                 inverse_bandwidth=worst[1],
             )
         )
-        before.setdefault(group, []).append(device.name)
+        before.setdefault(group, {}).setdefault(device.host, device.name)
     return result
 
 

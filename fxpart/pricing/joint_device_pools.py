@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING
 
-from fxpart.cluster.link_index import ANY, LinkIndex
+from fxpart.cluster.link_index import LinkIndex
 from fxpart.cluster.model import Cluster
 from fxpart.pricing.device_limits import get_usable_bytes, group_by_kind, transfer_line
 from fxpart.pricing.joint_space import host_size
@@ -162,10 +162,6 @@ def _representatives(
     cluster: Cluster, links: LinkIndex, pool_of: dict[str, int]
 ) -> tuple[Device, ...]:
     """Return two devices of two groups of each class of groups with equal links."""
-    touching: defaultdict[str, list[Link]] = defaultdict(list)
-    for link in cluster.links:
-        for end in sorted({link.source, link.target} - {ANY}):
-            touching[end].append(link)
     units: defaultdict[tuple[str, int], list[Device]] = defaultdict(list)
     for device in cluster.devices:
         unit = units[links.group(device.name), pool_of[device.name]]
@@ -173,28 +169,12 @@ def _representatives(
             unit.append(device)
     classes: defaultdict[object, list[list[Device]]] = defaultdict(list)
     for (group, pool), devices in units.items():
-        kind = _signature(group, devices[0].host, touching)
+        kind = links.link_class(devices[0].name)
         host = devices[0].host if group != devices[0].host else ""
         same = classes[pool, host, len(devices), kind]
         if len(same) < 2:
             same.append(devices)
     return tuple(d for groups in classes.values() for devices in groups for d in devices)
-
-
-def _signature(group: str, host: str, touching: dict[str, list[Link]]) -> object:
-    """Return the links of a group; its own name where a link names it together with another."""
-    rows = []
-    for end in dict.fromkeys((group, host)):
-        for link in touching.get(end, ()):
-            others = {link.source, link.target} - {ANY, group, host}
-            if others:
-                return group
-            form = tuple(
-                "*" if x == ANY else "host" if x == host else "self"
-                for x in (link.source, link.target)
-            )
-            rows.append((form, link.latency, link.bandwidth, link.kind))
-    return tuple(sorted(rows))
 
 
 def _name(keys: list[tuple[int, int]], index: int, samples: Sequence[Device]) -> str:
