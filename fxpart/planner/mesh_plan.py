@@ -103,7 +103,7 @@ def solve_exactly(
     assignment = assignment or StageAssignment()
     sharded = None
     if request.sharded:
-        expected = _make_assumptions(request, microbatches, assignment)
+        expected = _make_assumptions(request, microbatches, assignment, captured.batch_size)
         mine = replace(request, cluster=assignment.used(request.cluster, request.mesh.size))
         sharded = shard_graph(graph, captured, mine, annotations, expected, cache)
     local = graph if sharded is None else sharded.local(0)
@@ -358,18 +358,26 @@ def list_recomputing(evaluation: PartitionEvaluation) -> tuple[int, ...]:
 
 
 def _make_assumptions(
-    request: PlanRequest, microbatches: int | None, assignment: StageAssignment
+    request: PlanRequest, microbatches: int | None, assignment: StageAssignment, batch: int
 ) -> ShardingAssumptions:
     """Return the assumptions under which placements are selected.
 
-    microbatches: as requested; by default as proposed.
+    microbatches: as requested; by default as proposed, or the next number that gives all replicas
+    equal parts. batch: rows per step.
     """
     stages = assignment.stages or request.stages[1]
     if microbatches is None and assignment.microbatches is not None:
+        count = find_even_count(
+            batch // dict(request.mesh.axes).get("dp", 1), assignment.microbatches
+        )
         # 1F1B's first stage has one microbatch per stage in flight, its last stage has one.
-        flying = min(assignment.microbatches, (stages + 1) // 2)
-        return ShardingAssumptions(assignment.microbatches, stages, flying)
+        return ShardingAssumptions(count, stages, min(count, (stages + 1) // 2))
     return ShardingAssumptions(microbatches, stages)
+
+
+def find_even_count(rows: int, count: int) -> int:
+    """Return the least number of equal microbatches of ``rows`` rows that is at least ``count``."""
+    return next((m for m in range(min(count, rows), rows) if rows % m == 0), max(rows, 1))
 
 
 def _in_best_order(
