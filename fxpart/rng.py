@@ -57,10 +57,15 @@ def seeded(key: int, index: int, op: Callable[..., Any], *args: Any, **kwargs: A
 
     key: the microbatch's key. index: the op's number among the graph's random ops.
     """
+    return draw(mix(key, index), op, *args, **kwargs)
+
+
+def draw(seed: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return ``op(*args, **kwargs)`` with the generator of its device seeded by ``seed``."""
     generator = _generator(args, kwargs)
     with _LOCK:
         state = generator.get_state()
-        generator.manual_seed(mix(key, index))
+        generator.manual_seed(seed)
         try:
             return op(*args, **kwargs)
         finally:

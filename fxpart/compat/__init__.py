@@ -81,9 +81,11 @@ from fxpart.compat.tensors import (
 )
 from fxpart.compat.torch_compile import (
     compile_counters,
+    compiler_errors,
     compiler_fault,
     is_compiled,
     plain_name,
+    record_autograd,
     unwrap_compiled,
 )
 from fxpart.compat.tracers import (
@@ -102,6 +104,7 @@ __all__ = [
     "active_modes",
     "active_tracer",
     "compile_counters",
+    "compiler_errors",
     "compiler_fault",
     "default_device_of",
     "default_store",
@@ -153,6 +156,7 @@ __all__ = [
     "pause_tracing",
     "plain_name",
     "python_dispatcher",
+    "record_autograd",
     "record_operations",
     "registering_module",
     "release_saved",

@@ -7,7 +7,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -120,3 +120,29 @@ def compile_counters() -> Mapping[str, Mapping[str, int]]:
         return {}
     found: Any = counters
     return {str(kind): dict(counts) for kind, counts in found.items()}
+
+
+@contextmanager
+def record_autograd() -> Iterator[None]:
+    """Record autograd graphs in the implementation of a custom op, where torch does not.
+
+    Uses ``torch._C._SetExcludeDispatchKeyGuard``.
+    """
+    keys = torch._C.DispatchKey
+    with ExitStack() as stack:
+        for key in (keys.AutogradFunctionality, keys.ADInplaceOrView):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Return what torch.compile raises for code that it cannot compile.
+
+    Reads ``torch._dynamo.exc``; RuntimeError if that is missing.
+    """
+    try:
+        from torch._dynamo.exc import TorchDynamoException
+    except ImportError:
+        return (RuntimeError,)
+    return (TorchDynamoException,)

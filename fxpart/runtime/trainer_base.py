@@ -155,7 +155,7 @@ class TrainerBase(EntryPoints):
         leave = _ignore_end if self._meshes is None else self._meshes.leave
         self._threads = MeshRankThreads([mesh_rank.index for mesh_rank in self._mesh_ranks], leave)
         splits = any(a.kind is ActionKind.W for row in placed.ranks for a in row)
-        self._compiler = self._compile(splits)
+        self._compiler = self._compile()
         self._record_graphs(splits)
         self._pinned = pin_rank(self.options.pin, transport)
         self._state = ModelState(self._mesh_ranks, self._ranks, transport, self._devices)
@@ -233,7 +233,7 @@ class TrainerBase(EntryPoints):
             find_reduction_axes(sharding), own, self.options.blocks_ahead(own),
         )  # fmt: skip
 
-    def _compile(self, splits: bool) -> StageCompiler | None:
+    def _compile(self) -> StageCompiler | None:
         """Compile the stages if requested; on all ranks or none."""
         wanted = self.options.compile_stages
         if not get_compile_backend(wanted):
@@ -244,7 +244,6 @@ class TrainerBase(EntryPoints):
             lambda: (
                 compile_stages(
                     wanted, self._mesh_ranks, list(self._devices.values()), recompute=recompute,
-                    splits=splits,
                 ),
                 "",
             ),

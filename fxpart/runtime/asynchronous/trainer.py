@@ -367,9 +367,9 @@ class AsyncTrainer(AsyncTrainerBase):
 
     # -- inner ----------------------------------------------------------------------------------
 
-    def _compile(self, splits: bool) -> StageCompiler | None:
+    def _compile(self) -> StageCompiler | None:
         check_program(self.spec, self._ranks, self.options, self.async_options)
-        return super()._compile(splits)
+        return super()._compile()
 
     def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:
         """Make one optimizer per stage of this process, with equal groups; return the first."""

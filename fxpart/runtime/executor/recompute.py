@@ -106,6 +106,8 @@ class _RecomputedFunction:
         self.written: list[torch.Tensor] | None = None  # buffers
         self.changed: tuple[int, ...] = ()  # Inputs that it writes in place.
         self.again = True  # Whether it is recomputed.
+        # A compiled function cannot be left by an exception: torch would compile its handlers.
+        self.stops = not hasattr(run, "__wrapped__")
         self.products = SelectiveRecomputePolicy() if stage.mode == "selective" else None
 
     def call(self, key: int, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -216,7 +218,7 @@ class _RecomputedCall:
             elif slot is not None:
                 slot.value = tensor.detach()
             made += 1
-            if made == len(slots):
+            if made == len(slots) and self.piece.stops:
                 raise _StopRecomputationError
 
         self.piece.stage.times += 1

@@ -390,10 +390,10 @@ class QueueTrainer(AsyncTrainerBase):
         self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
         return next(iter(self.optimizers.values()))
 
-    def _compile(self, splits: bool) -> StageCompiler | None:
+    def _compile(self) -> StageCompiler | None:
         requests: Mapping[str, object] = {"log_grad_norm": self.options.log_grad_norm}
         check_program(self.spec, self._ranks, self.options, requests)
-        return super()._compile(splits)
+        return super()._compile()
 
     def _describe(self, optimizer: Any) -> str:
         return f"{super()._describe(optimizer)} queue {self.queue.describe()}"
