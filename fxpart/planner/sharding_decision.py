@@ -26,6 +26,7 @@ from fxpart.passes import all_passes
 from fxpart.passes.rules import layout, operands, rule_of
 from fxpart.plan.constraint_table import DATA_AXIS
 from fxpart.plan.model import Certificate
+from fxpart.planner.constraints import allowed_recompute
 from fxpart.planner.embedding_tables import shard_large_tables
 from fxpart.pricing.placements import StrategyAssignment, choose_placements
 from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placements
@@ -194,6 +195,7 @@ def _select_placements(
         in_flight=expected.in_flight,
         stages=expected.stages,
         time_limit=float(request.constraints.get("time_limit", 30.0)),
+        recompute="full" in allowed_recompute(request.constraints),
     )
     status = proof.status
     assert status in ("optimal", "within gap", "best found"), status

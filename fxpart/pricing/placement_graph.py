@@ -14,6 +14,7 @@ from fxpart.compiler.work_estimate import is_heavy
 from fxpart.costmodels.tensor_sizes import tensor_bytes
 from fxpart.passes.rules import layout, operands
 from fxpart.passes.rules.sharding_rule import PARTS, ShardingRule
+from fxpart.pricing.memory import crossing_nodes
 from fxpart.pricing.placement_options import OpFamilies, SavedBytes
 from fxpart.pricing.specs import Specs, annotation, tensors_of
 from fxpart.pricing.variants import Sizes
@@ -52,8 +53,18 @@ class GraphDataflow:
     loss: TensorValue | None = None
 
 
-def read_dataflow(graph: fx.Graph, specs: Specs, sizes: Sizes, in_flight: int = 1) -> GraphDataflow:
-    """Return which op makes and uses which tensor. in_flight: microbatches with saved tensors."""
+def read_dataflow(
+    graph: fx.Graph,
+    specs: Specs,
+    sizes: Sizes,
+    in_flight: float = 1,
+    inside: float | None = None,
+) -> GraphDataflow:
+    """Return which op makes and uses which tensor.
+
+    in_flight: microbatches with saved tensors. inside: the same for tensors that only one block
+    uses, where stages recompute these; by default equal.
+    """
     flow = GraphDataflow()
     users: defaultdict[TensorValue, list[tuple[fx.Node, int]]] = defaultdict(list)
     for node in graph.nodes:
@@ -74,7 +85,12 @@ def read_dataflow(graph: fx.Graph, specs: Specs, sizes: Sizes, in_flight: int = 
         for value, found in flow.users.items()
         if len(found) >= MANY and not specs.requires_grad(value.node)
     }
-    _keep(flow, specs, sizes, in_flight)
+    times = dict.fromkeys((node.name for node in graph.nodes), in_flight)
+    if inside is not None:
+        across = {root.name for _, root, _ in crossing_nodes(graph, specs)}
+        calls = (node.name for node in graph.nodes if node.op == "call_function")
+        times |= dict.fromkeys(("", *(name for name in calls if name not in across)), inside)
+    _keep(flow, specs, sizes, {"": in_flight} | times)
     return flow
 
 
@@ -106,8 +122,11 @@ def _call(
         flow.constant.add(node)
 
 
-def _keep(flow: GraphDataflow, specs: Specs, sizes: Sizes, in_flight: int) -> None:
-    """Divide the bytes that autograd saves among the ops that save one storage."""
+def _keep(flow: GraphDataflow, specs: Specs, sizes: Sizes, times: Mapping[str, float]) -> None:
+    """Divide the bytes that autograd saves among the ops that save one storage.
+
+    times: how often a storage exists at once, by the node that makes it; "" for others.
+    """
     savers: defaultdict[int, int] = defaultdict(int)
     for node in flow.ops:
         for number in {saved.storage for saved in annotation(node).saved}:
@@ -115,7 +134,8 @@ def _keep(flow: GraphDataflow, specs: Specs, sizes: Sizes, in_flight: int) -> No
     for node in flow.ops:
         found_by_storage: dict[int, SavedBytes] = {}
         for saved in annotation(node).saved:
-            size = in_flight * float(sizes.number(saved.size)) / savers[saved.storage]
+            size = float(sizes.number(saved.size)) / savers[saved.storage]
+            size *= times.get(saved.source, times[""])
             where = _match_tensor(node, saved.source, sizes.number(saved.size), specs, sizes)
             found_by_storage.setdefault(saved.storage, SavedBytes(size, where))
         if found_by_storage:

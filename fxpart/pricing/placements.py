@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpart import costmodels
 from fxpart.compat.optimizer_choice import choose, state_bytes
-from fxpart.compiler import MESH_KEY
+from fxpart.compiler import BLOCKS_KEY, MESH_KEY
 from fxpart.costmodels.efficiency import update_bandwidth
 from fxpart.errors import error
 from fxpart.pricing.device_groups import Rings, group_devices
@@ -38,6 +38,7 @@ from fxpart.solver.placement.portfolio import (
     solve_placement,
     status_of,
 )
+from fxpart.solver.remedies import format_byte_count
 from fxpart.units import plural
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def choose_placements(
     time_limit: float = 30.0,
     solver: str = "auto",
     only: Mapping[str, Strategy] | None = None,
+    recompute: bool = False,
 ) -> tuple[StrategyAssignment, PlacementCertificate]:
     """Select a placement along every undecided axis of a graph.
 
@@ -108,18 +110,26 @@ def choose_placements(
     batch_size: rows per step, by default those of the capture, in ``microbatches``; in_flight:
     number of them that are stored for their backward at once. stages: number of equal stages of the
     graph: the budget is multiplied by it. budget: bytes of a device, by default the smallest memory
-    in the cluster, less a reserve. only: strategies of single ops, by node name. Raises FXP204
-    where nothing fits the budget, FXP205 where nothing was found in time, FXP403.
+    in the cluster, less a reserve. only: strategies of single ops, by node name. recompute:
+    where nothing fits otherwise, stages recompute what only one block uses; the graph then has
+    blocks. Raises FXP204 where nothing fits the budget, FXP205 where nothing was found in time,
+    FXP403.
     """
     started = time.process_time()
     budget_ = _budget(cluster, budget) * stages
-    built = build(
-        graph, captured, cluster, mesh=mesh, cost_model=cost_model, batch_size=batch_size,
-        microbatches=microbatches, optimizer=optimizer, in_flight=in_flight, budget=budget_,
-        only=only,
-    )  # fmt: skip
-    made = time.process_time()
-    solution = solve_placement(built.problem, time_limit=time_limit, solver=solver)
+    insides: list[float | None] = [None]
+    if recompute and graph.meta.get(BLOCKS_KEY):  # each stage has one block's tensors at a time
+        insides.append(stages / len(graph.meta[BLOCKS_KEY]))
+    for inside in insides:
+        built = build(
+            graph, captured, cluster, mesh=mesh, cost_model=cost_model, batch_size=batch_size,
+            microbatches=microbatches, optimizer=optimizer, in_flight=in_flight, inside=inside,
+            budget=budget_, only=only,
+        )  # fmt: skip
+        made = time.process_time()
+        solution = solve_placement(built.problem, time_limit=time_limit, solver=solver)
+        if solution.status != "infeasible":
+            break
     solved = time.process_time()
     if solution.choice is None:
         raise _nothing(solution, budget_, stages, time_limit)
@@ -155,10 +165,14 @@ def build(
     microbatches: int = 1,
     optimizer: object = "adamw",
     in_flight: int = 1,
+    inside: float | None = None,
     budget: float | None = None,
     only: Mapping[str, Strategy] | None = None,
 ) -> PlacementMapping:
-    """Return the placement problem of a graph, as :func:`choose_placements` solves it."""
+    """Return the placement problem of a graph, as :func:`choose_placements` solves it.
+
+    inside: as for :func:`.placement_graph.read_dataflow`.
+    """
     mesh_: Mesh = mesh if mesh is not None else graph.meta[MESH_KEY]
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     device = group_devices(cluster, mesh_.size).devices[0]
@@ -179,7 +193,7 @@ def build(
         microbatches,
         _row_symbols(graph.graph, captured),
     )
-    flow = read_dataflow(graph.graph, specs, sizes, in_flight)
+    flow = read_dataflow(graph.graph, specs, sizes, in_flight, inside)
     find_fused_strategies(flow, families)
     builder = PlacementProblemBuilder(
         mesh=mesh_,
@@ -253,14 +267,13 @@ def _nothing(
 ) -> Exception:
     """Return the error for a problem without a solution. budget: of all stages together."""
     if solution.status == "infeasible":
-        gib = 2.0**30
-        each = f"{solution.least / stages / gib:.2f} GiB on a device"
+        each = f"{format_byte_count(int(solution.least / stages), up=True)} on a device"
         average = f", as the average of {plural(stages, 'stage')}" if stages > 1 else ""
         return error(
             "FXP204",
             where="placements over the mesh",
             why=f"the smallest placement needs {each}{average}, but there are "
-            f"{budget / stages / gib:.2f} GiB on a device",
+            f"{format_byte_count(int(budget / stages))} on a device",
             fix="use a larger mesh, more stages, more microbatches or fewer annotations",
         )
     return error(

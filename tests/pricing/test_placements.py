@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from fxpart.capture import CapturedModel, capture
 from fxpart.cluster.model import Cluster
-from fxpart.compiler import PassManager
+from fxpart.compiler import BLOCKS_KEY, PassManager
 from fxpart.errors import FxpartError
 from fxpart.pricing.placements import StrategyAssignment, build, choose_placements
 from fxpart.sharding import Mesh
@@ -117,6 +117,28 @@ def test_the_zoo_runs_with_what_is_chosen_under_tight_memory(name: str) -> None:
     wanted = run_whole(graph, captured.state, given, 7)
     found = run_lanes(lower_all(ready), captured.state, given, 7, wanted)
     assert_same(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_placements_that_fit_with_recomputation_only() -> None:
+    """Eight microbatches in flight: stages store what blocks hand on, and one block's tensors."""
+    captured, graph = zoo_graphs.captured("gpt2"), zoo_graphs.prepared("gpt2")
+    whole = propagated(graph, "tp=2", {})
+    blocks = len(whole.meta[BLOCKS_KEY])
+    least, less = (
+        solve_placement(
+            build(whole, captured, CLUSTER, in_flight=8, inside=inside, budget=0.0).problem
+        ).least
+        for inside in (None, 1 / blocks)
+    )
+    assert less < 0.6 * least
+    budget = (least + less) / 2
+    with pytest.raises(FxpartError, match="FXP204"):
+        choose_placements(whole, captured, CLUSTER, in_flight=8, budget=budget)
+    _, certificate = choose_placements(
+        whole, captured, CLUSTER, in_flight=8, budget=budget, recompute=True
+    )
+    assert certificate.memory <= budget and certificate.status == "optimal"
 
 
 @pytest.mark.slow
