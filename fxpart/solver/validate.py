@@ -27,7 +27,7 @@ def check_problem(problem: PartitionProblem) -> None:
 
 def _shape(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
     n = len(problem.blocks)
-    for name in ("blocks", "devices", "variants", "schedules", "step"):
+    for name in ("blocks", "devices", "variants", "schedules", "step", "recompute"):
         if not getattr(problem, name):
             yield name, "The list is empty."
     known = list_schedules(chooses_cuts=True)
@@ -93,6 +93,16 @@ def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
             (f"{where}.workspace", one.workspace, n),
         ]
         rows.append((f"{where}.value_bytes", one.value_bytes, len(problem.values)))
+        for mode in one.recompute:
+            at = f"{where}.recompute, {mode.mode}"
+            tables.append((f"{at}, seconds", mode.seconds))
+            rows += [
+                (f"{at}, activation", mode.activation, n),
+                (f"{at}, workspace", mode.workspace, n),
+            ]
+        lacking = set(problem.recompute) - {"none", *(mode.mode for mode in one.recompute)}
+        if lacking:
+            yield where, f"Costs of recompute {', '.join(sorted(lacking))} are missing."
     for where, table in tables:
         if len(table) != types:
             yield where, f"There are {len(table)} rows for {types} device types."
@@ -111,6 +121,7 @@ def _sizes(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
         (
             v.microbatches
             * (sum(map(sum, (v.activation, v.workspace))) + widest * sum(v.value_bytes))
+            + v.microbatches * sum(sum(r.activation) + sum(r.workspace) for r in v.recompute)
             for v in problem.variants
         ),
         default=0,

@@ -12,7 +12,7 @@ from fxpart.errors import FxpartError
 
 @pytest.mark.parametrize(
     ("text", "least", "most"),
-    [("4", 4, 4), ("2:4", 2, 4), (" 1 : 16384 ", 1, 16384), ("3:3", 3, 3), ("004", 4, 4)],
+    [("4", 4, 4), ("2:4", 2, 4), (" 1 : 131072 ", 1, 131072), ("3:3", 3, 3), ("004", 4, 4)],
 )
 def test_what_is_read(text: str, least: int, most: int) -> None:
     assert RankBounds.parse(text) == RankBounds(least, most)
@@ -24,15 +24,15 @@ def test_what_is_read(text: str, least: int, most: int) -> None:
         ("", "a number is missing"),
         ("2:", "a number is missing"),
         (":4", "a number is missing"),
-        ("0:4", "0 ranks are not between 1 and 16384"),
+        ("0:4", "0 ranks are not between 1 and 131072"),
         ("4:2", "the minimum, 4, is above the maximum, 2"),
         ("2:3:4", "it has 3 numbers"),
         ("-1:4", "'-1' is not a number"),
         ("two", "'two' is not a number"),
         ("2.0:4", "'2.0' is not a number"),
         ("²:4", "'²' is not a number"),
-        ("1:16385", "16385 ranks are not between 1 and 16384"),
-        ("1:" + "9" * 5000, "ranks are not between 1 and 16384"),
+        ("1:131073", "131073 ranks are not between 1 and 131072"),
+        ("1:" + "9" * 5000, "ranks are not between 1 and 131072"),
     ],
 )
 def test_what_is_refused(text: str, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -237,13 +238,18 @@ def alive_after_forward(monkeypatch: pytest.MonkeyPatch, *, regather: bool) -> t
     gathered: list[weakref.ref[torch.Tensor]] = []
     sizes: list[int] = []
     calls = [0]
-    original = redistribution.gather
+    started = redistribution.start_gather
 
-    def gather(*args: Any) -> torch.Tensor:
-        found = original(*args)
+    def start_gather(*args: Any) -> Callable[[], torch.Tensor]:
         calls[0] += 1
-        gathered.append(weakref.ref(found.untyped_storage()))  # type: ignore[arg-type]
-        return found
+        finish = started(*args)
+
+        def finished() -> torch.Tensor:
+            found = finish()
+            gathered.append(weakref.ref(found.untyped_storage()))  # type: ignore[arg-type]
+            return found
+
+        return finished
 
     called = SavedTensorPolicy.call
 
@@ -257,7 +263,7 @@ def alive_after_forward(monkeypatch: pytest.MonkeyPatch, *, regather: bool) -> t
             sizes.append(sum(s.nbytes() for s in alive if s is not None))  # type: ignore[attr-defined]
         return outputs
 
-    monkeypatch.setattr(redistribution, "gather", gather)
+    monkeypatch.setattr(redistribution, "start_gather", start_gather)
     monkeypatch.setattr(SavedTensorPolicy, "call", call)
     made = trainer(InProcess(4), "dp=2", zero3=True, microbatches=1)
     made.step(batch())

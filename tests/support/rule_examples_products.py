@@ -265,8 +265,8 @@ def _float8_linear(r: Draw) -> Example:
 
 
 EXAMPLES: dict[str, Maker] = {
-    "fxpart.float8_linear": _float8_linear,
     "aten.linear": _linear,
+    "fxpart.float8_linear": _float8_linear,
     "aten.mm": _plain(ATEN.mm.default, False),
     "aten.bmm": _plain(ATEN.bmm.default, True),
     "aten.mv": lambda r: (lambda m, k: Example(ATEN.mv.default, (r.real(m, k), r.real(k))))(
