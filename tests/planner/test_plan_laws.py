@@ -191,4 +191,4 @@ def test_a_mesh_without_room_names_the_memory_of_one_device() -> None:
     with pytest.raises(FxpartError) as caught:
         planned(cluster(6, memory=200_000), mesh="tp=2")
     assert caught.value.code == "FXP204"
-    assert "0.00 GiB on a device" in str(caught.value)
+    assert "there are 179.69 KiB on a device" in str(caught.value)
