@@ -267,13 +267,13 @@ def _nothing(
 ) -> Exception:
     """Return the error for a problem without a solution. budget: of all stages together."""
     if solution.status == "infeasible":
-        each = f"{format_byte_count(int(solution.least / stages), up=True)} on a device"
+        each = f"{_in_gib(solution.least / stages)} on a device"
         average = f", as the average of {plural(stages, 'stage')}" if stages > 1 else ""
         return error(
             "FXP204",
             where="placements over the mesh",
             why=f"the smallest placement needs {each}{average}, but there are "
-            f"{format_byte_count(int(budget / stages))} on a device",
+            f"{_in_gib(budget / stages)} on a device",
             fix="use a larger mesh, more stages, more microbatches or fewer annotations",
         )
     return error(
@@ -282,3 +282,8 @@ def _nothing(
         why=f"no placement that fits was found in {time_limit:g} s",
         fix="use a longer time_limit",
     )
+
+
+def _in_gib(size: float) -> str:
+    """Return bytes in GiB, so that two sizes have one unit; small ones in their own unit."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 100 else format_byte_count(int(size))
