@@ -123,7 +123,7 @@ def _find_solver_problems(constraints: Constraints) -> Iterator[Problem]:
 def find_mesh_conflicts(constraints: Constraints, mesh: Mesh) -> list[Problem]:
     """Return one problem for each fixed decision that contradicts the mesh."""
     fixed = {axis: str(dict(mesh.axes).get(axis, 1)) for axis in DEGREES}
-    if mode_of(constraints) == QUEUE:
+    if mode_of(constraints) in (ASYNC, QUEUE):
         fixed["recompute"] = CONSTRAINTS["recompute"].plain
     given = f"the mesh {constraints['mesh']}" if "mesh" in constraints else f"the mode {QUEUE}"
     return [
@@ -143,10 +143,10 @@ def find_mesh_conflicts(constraints: Constraints, mesh: Mesh) -> list[Problem]:
 
 
 def allowed_recompute(constraints: Constraints) -> tuple[Recompute, ...]:
-    """Return the modes of activation recomputation that stages may use.
+    """Return the modes of activation recomputation that the planner may choose for a stage.
 
-    Without a constraint "none" only where the weights change between a forward and its backward, or
-    the solver cannot choose. Raises FXP202 where the constraints leave none.
+    "none" where weights change between a forward and its backward (asynchronous plans, queues), and
+    for the solver "cp-sat" where it is allowed. Raises FXP202 where the constraints leave none.
     """
     found: tuple[Recompute, ...] = RECOMPUTE_MODES
     for constraint in parse_constraints(constraints):
@@ -161,9 +161,9 @@ def allowed_recompute(constraints: Constraints) -> tuple[Recompute, ...]:
             why="the constraints leave no mode of activation recomputation",
             fix=f"allow one of {', '.join(RECOMPUTE_MODES)}",
         )
-    synchronous = mode_of(constraints) not in (ASYNC, QUEUE)
-    chooses = constraints.get("solver") != "cp-sat"
-    return found if (synchronous and chooses) or "none" not in found else ("none",)
+    if mode_of(constraints) in (ASYNC, QUEUE):
+        return ("none",)
+    return ("none",) if constraints.get("solver") == "cp-sat" and "none" in found else found
 
 
 def constrains_cuts(constraints: Constraints) -> bool:

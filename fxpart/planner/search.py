@@ -24,13 +24,13 @@ from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.families import REPLICA_FAMILIES, find_family
 from fxpart.planner.group_orders import expand_assignments, is_unequal
 from fxpart.planner.mesh_plan import (
-    CandidateCallback,
     SlowerThanIncumbentError,
     solve_exactly,
 )
 from fxpart.planner.mesh_proposals import SourcedProposal, has_tables, propose_meshes
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prepared_model import PreparedModel
+from fxpart.planner.priced_mesh import CandidateCallback
 from fxpart.planner.refinement import is_measured, plan_seconds
 from fxpart.planner.request import PlanRequest, with_mesh
 from fxpart.pricing.joint_space import microbatch_counts

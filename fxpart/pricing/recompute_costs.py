@@ -204,7 +204,6 @@ class RecomputeCosts:
                     most + block[mode].live for most, block in zip(workspace, each, strict=True)
                 ),
                 collective=tuple(collective),
-                sent=True,
             )
             for mode in _MODES
         )

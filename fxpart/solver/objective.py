@@ -214,13 +214,12 @@ class PartitionScorer:
         blocks, flying = range(first, last + 1), plain.in_flight
         workspace = max(mode.workspace[b] for b in blocks)
         saved = sum(mode.activation[b] for b in blocks)
-        transfers = plain.memory.transfers
-        if mode.sent:  # counted as activations
-            transfers -= flying * self._stored_bytes(variant, self._sent(first, last))
+        # values that are sent count as activations
+        sent = flying * self._stored_bytes(variant, self._sent(first, last))
         memory = msgspec.structs.replace(
             plain.memory,
             activations=flying * (saved + self._duplicated_bytes(variant, first, last)) + workspace,
-            transfers=transfers,
+            transfers=plain.memory.transfers - sent,
         )
         type_ = problem.devices[plain.device].type
         again = fsum(mode.seconds[type_][first : last + 1])

@@ -97,9 +97,9 @@ class Recomputation(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_
 
     mode: "selective" or "full". seconds: additional backward time, [device type][block].
     collective: the collectives' share of it, [block]; empty if there is none. activation: bytes
-    stored per microbatch in flight, [block]; workspace: bytes live only while the block runs, with
-    its recomputed tensors, [block]. sent: ``activation`` includes the values that later blocks use,
-    whether or not they are sent.
+    stored per microbatch in flight, with the values that later blocks use, whether or not they are
+    sent, [block]. workspace: bytes live only while the block runs, with its recomputed tensors,
+    [block].
     """
 
     mode: Literal["selective", "full"]
@@ -107,7 +107,6 @@ class Recomputation(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_
     activation: tuple[int, ...]
     workspace: tuple[int, ...]
     collective: tuple[float, ...] = ()
-    sent: bool = False
 
 
 class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -171,21 +171,17 @@ class VariantTables:
         moved = np.array(variant.value_bytes, dtype=np.int64)
         kept = moved * np.array([v.widened for v in tables.problem.values], dtype=np.int64)
         self.received, self.moved = tables.receipts(kept)[0], tables.receipts(moved)[1]
-        self._sent = tables.sent(kept)
         self.per_flight, self.standing = self._bytes(variant.activation, variant.workspace)
+        self.per_flight += tables.sent(kept)
         self._stages: dict[tuple[int, ...], StageCostTable] = {}
 
-    def _bytes(
-        self, activation: Sequence[int], workspace: Sequence[int], *, sent: bool = False
-    ) -> tuple[Ints, Ints]:
+    def _bytes(self, activation: Sequence[int], workspace: Sequence[int]) -> tuple[Ints, Ints]:
         """Return bytes per microbatch in flight, and other bytes during the passes, per interval.
 
-        sent: ``activation`` includes the values that are sent.
+        Without values that are stored only because they are sent.
         """
         tables = self.tables
         each = tables.additive(np.array(activation, dtype=np.int64)) + self.received
-        if not sent:
-            each += self._sent
         most = tables.band(largest(np.array(workspace, dtype=np.int64)))
         return each, tables.state_bytes + most
 
@@ -251,7 +247,7 @@ class VariantTables:
         for one in known:
             if one.mode in modes:
                 again = self.tables.additive(np.array(one.seconds[type_], dtype=np.float64))
-                yield again, *self._bytes(one.activation, one.workspace, sent=one.sent)
+                yield again, *self._bytes(one.activation, one.workspace)
 
 
 def _kind(problem: PartitionProblem, devices: Sequence[int]) -> Kind:

@@ -74,13 +74,20 @@ class Second(nn.Module):
 
 
 class Gpt(nn.Module):
-    """An embedding, blocks and an output layer."""
+    """An embedding, blocks and an output layer. block: makes a block of a width and heads."""
 
-    def __init__(self, layers: int, width: int) -> None:
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int = 4,
+        block: Callable[[int, int], nn.Module] = Block,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(layers))
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(block(width, heads) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)

@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from overhead import Gpt, loss_of
 from record import parser as benchmark_parser
 from record import write
 from torch import nn
@@ -72,27 +73,6 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Blocks(nn.Module):
-    """Embedding, blocks, output layer."""
-
-    def __init__(self, layers: int, width: int, heads: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy over all positions."""
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def sgd(parameters: object) -> torch.optim.Optimizer:
@@ -160,7 +140,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     """Both in turn; figures in milliseconds per step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = Blocks(options.layers, options.width, options.heads)
+    model = Gpt(options.layers, options.width, options.heads, Block, VOCABULARY)
     ids = torch.randint(0, VOCABULARY, (options.rows, options.length + 1))
     batch = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     seen: dict[str, float] = {}

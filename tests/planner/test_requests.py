@@ -19,6 +19,7 @@ def request(**constraints: Any) -> Any:
     ("constraints", "words"),
     [
         ({"mode": "queue", "recompute": "full"}, "recompute=none"),
+        ({"mode": "async", "mesh": "none", "recompute": "full"}, "recompute=none"),
         ({"mesh": "dp=2", "tp": 2}, "tp=1"),
         ({"mesh": "dp=2,tp=2", "dp": "1,4"}, "dp=2"),
         ({"mesh": "none", "ep": 2}, "ep=1"),

@@ -102,7 +102,7 @@ def test_bytes_and_seconds_of_a_stage_that_recomputes() -> None:
     assert found.collective_seconds == pytest.approx(
         stored.collective_seconds + sum(mode.collective)
     )
-    # with full recomputation, sent values are among the activations
+    # sent values are among the activations
     sent = [v for v in problem.values if v.producer == 0 and not v.saved]
     first, before = (one.stage(variant, 0, 0, 0, 2) for one in (scorer, plain))
     bytes_ = [

@@ -198,7 +198,6 @@ def with_random_recompute(problem: PartitionProblem, seed: int) -> PartitionProb
             activation=tuple(r.randint(0, size // 2) for size in variant.activation),
             workspace=tuple(size + r.randint(0, 20) for size in variant.workspace),
             collective=tuple(share / 4 * f for f in variant.forward[0]),
-            sent=mode == "full",
         )
 
     variants = [
