@@ -67,10 +67,7 @@ def write(file: BinaryIO, data: bytes | memoryview) -> None:
     """Write all data."""
     rest = memoryview(data)
     while rest:
-        count = file.write(rest)
-        if not count:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        rest = rest[count:]
+        rest = rest[file.write(rest) :]
 
 
 def read(file: BinaryIO, size: int) -> bytes:

@@ -52,6 +52,16 @@ class ImpureCalls:
         finally:
             sys.setprofile(before)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ignore the calls made in this context, inside of :meth:`calls`."""
+        before = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             if frame.f_code in self._codes:

@@ -147,11 +147,16 @@ class _ModuleComparison:
         keys = self._keys()
         state = ReachableState.of(self.model, self.loss, code)
         seen, changes = ImpureCalls(), _StepChanges([], [])
+
+        def add_changes(step: int) -> None:
+            with seen.paused():
+                changes.add(step, state, self)
+
         with self._undone(state):
             # Python code may draw from torch's generator, whose state is the same in every run.
             try:
                 with seen.calls():
-                    module = run_module(given, lambda step: changes.add(step, state, self))
+                    module = run_module(given, add_changes)
             except FxpartError:
                 raise
             except Exception as cause:  # the user's module may raise anything

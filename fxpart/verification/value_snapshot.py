@@ -117,7 +117,24 @@ def has_changed(memory: ValueSnapshot) -> bool:
         return value.shape != memory.value.shape or bool((value != memory.value).any())
     if is_iterator(value):
         return bool(position(value) != memory.value)
-    return repr(generator_state(value)) != repr(memory.value)
+    return not _equal_states(generator_state(value), memory.value)
+
+
+def _equal_states(a: Any, b: Any) -> bool:
+    """Return whether two states of random generators are equal: numbers, tensors and arrays."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return (
+            isinstance(b, dict)
+            and a.keys() == b.keys()
+            and all(_equal_states(value, b[key]) for key, value in a.items())
+        )
+    if is_array(a):
+        return is_array(b) and a.shape == b.shape and bool((a == b).all())
+    if isinstance(a, (tuple, list)) and any(is_array(each) for each in a):
+        return len(a) == len(b) and all(map(_equal_states, a, b))
+    return bool(a == b)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
