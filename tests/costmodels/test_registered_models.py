@@ -16,7 +16,7 @@ import torch
 from fxpart.costmodels import COST_MODELS, find
 from fxpart.costmodels.profile_store import ContentionProfile
 from outside_cost_model import FlatRate
-from structure import ROOT, nodes_of, sources
+from structure import ROOT, nodes_of, sources, text_of
 
 import fxpart
 from fxpart.cluster.devices import Device
@@ -44,6 +44,7 @@ def compiled(cost_model: object, **arguments: Any) -> fxpart.Program:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_registered_model_is_used_by_name_and_as_an_instance(registered: None) -> None:
     cluster = Cluster.local(2)
     assert find(FlatRate.name, cluster) == FlatRate(2)
@@ -53,6 +54,7 @@ def test_a_registered_model_is_used_by_name_and_as_an_instance(registered: None)
     assert by_name.prediction != compiled("auto").plan.prediction
 
 
+@pytest.mark.slow
 def test_knowledge_of_an_outside_model_decides_what_is_compared() -> None:
     """With contention plans carry simulated seconds of hosts; a slowdown lengthens the update."""
 
@@ -77,6 +79,7 @@ def test_defaults_know_nothing() -> None:
     assert model.for_model("a") is model and model.for_part(Cluster.local(1)) is model
 
 
+@pytest.mark.slow
 def test_an_installed_package_adds_a_model_that_the_command_line_uses(tmp_path: Path) -> None:
     info = tmp_path / "flat_rate-1.0.dist-info"
     info.mkdir()
@@ -132,13 +135,14 @@ def test_refused_models(registered: None) -> None:
         find("crystal-ball")
 
 
+@pytest.mark.slow
 def test_nobody_asks_for_the_class_of_a_cost_model() -> None:
     """Neither isinstance nor an import of a class of the table outside the folder of the models."""
     classes = {kind.__name__ for kind in COST_MODELS.values()} | {"ProfileCostModel", "CostModel"}
     wrong = []
     for path in sources():
         for node in nodes_of(path):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            if isinstance(node, ast.Call) and text_of(node.func) in (
                 "isinstance",
                 "issubclass",
             ):

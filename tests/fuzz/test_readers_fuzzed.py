@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structure import text_of, tree_of
 
 from fuzz.driving import fuzz
 from fuzz.readers import READERS
@@ -41,7 +42,7 @@ def opened(path: Path) -> Iterator[str]:
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts[:-1] if parts[-1] == "__init__" else parts
     module = ".".join(parts[1:] if parts[0] == "fxpart" else parts)
-    todo: list[tuple[str, ast.AST]] = [(module, ast.parse(path.read_text(encoding="utf-8")))]
+    todo: list[tuple[str, ast.AST]] = [(module, tree_of(path))]
     while todo:
         where, node = todo.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -52,7 +53,7 @@ def opened(path: Path) -> Iterator[str]:
 
 
 def _opens(call: ast.Call) -> bool:
-    name = ast.unparse(call.func)
+    name = text_of(call.func)
     owner, _, last = name.rpartition(".")
     ours = owner[:1].isupper() and not owner.startswith("Path(")  # Checkpoint.open is our own
     if name not in OPENING and (last not in OPENING or ours):

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 from cli_calls import call
-from structure import ROOT, nodes_of, sources
+from structure import ROOT, nodes_of, sources, text_of
 
 from fxpart.errors import FxpartError
 from fxpart.plan.constraint_table import (
@@ -104,6 +104,7 @@ def test_the_help_of_plan_lists_every_constraint(capsys: pytest.CaptureFixture[s
     ]
 
 
+@pytest.mark.slow
 def test_every_name_that_is_read_is_in_the_table() -> None:
     """A constraint that some module reads and the table does not know fails here."""
     read = set()
@@ -117,7 +118,7 @@ def test_every_name_that_is_read_is_in_the_table() -> None:
                 owner, key = node.func.value, node.args[0]
             else:
                 continue
-            if ast.unparse(owner).split(".")[-1] == "constraints" and isinstance(key, ast.Constant):
+            if isinstance(key, ast.Constant) and text_of(owner).split(".")[-1] == "constraints":
                 read.add(key.value)
     assert len(read) > 10
     assert read <= set(CONSTRAINTS)

@@ -84,6 +84,7 @@ def test_a_peak_that_is_not_known() -> None:
     assert found.notes == ("MFU is not known: cpu has no peak FLOP/s for bfloat16.",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [4, 8])
 def test_flops_of_a_program(rows: int) -> None:
     """Forward plus twice as many: 2 * 16 * 32 FLOPs of the head's product for each token."""

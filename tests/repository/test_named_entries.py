@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from built_schedules import BUILDERS
 from cli_calls import call
+from structure import all_nodes_of
 
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
@@ -30,9 +32,9 @@ ORDINARY = {FORWARD, FOUND}
 NAMES = [name for name in (*SCHEDULES.builtin, *MODES.builtin) if name not in ORDINARY]
 
 
-def docstrings(tree: ast.AST) -> set[int]:
+def docstrings(nodes: Sequence[ast.AST]) -> set[int]:
     """The nodes of a module's docstrings."""
-    bodies = (getattr(node, "body", None) for node in ast.walk(tree))
+    bodies = (getattr(node, "body", None) for node in nodes)
     firsts = (body[0] for body in bodies if isinstance(body, list) and body)
     return {id(first.value) for first in firsts if isinstance(first, ast.Expr)}
 
@@ -42,11 +44,11 @@ def literals() -> list[tuple[str, str]]:
     found = []
     for folder in ("fxpart", "passes", "costmodels"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            skipped = docstrings(tree)
+            nodes = all_nodes_of(path)
+            skipped = docstrings(nodes)
             found += [
                 (path.relative_to(ROOT).as_posix(), node.value)
-                for node in ast.walk(tree)
+                for node in nodes
                 if isinstance(node, ast.Constant) and isinstance(node.value, str)
                 if id(node) not in skipped
             ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import structure
-from structure import ROOT, imports_of, module_of, nodes_of, part_of, sources
+from structure import ROOT, imports_of, module_of, nodes_of, part_of, sources, text_of, tree_of
 
 # Tables are the only way to a pass or a cost model.
 TABLES = ("fxpart.passes", "fxpart.costmodels")
@@ -94,7 +94,7 @@ def calls(path: Path) -> Iterator[tuple[ast.Call, str]]:
     """Each call of a file with the called expression as text."""
     for node in nodes_of(path):
         if isinstance(node, ast.Call):
-            yield node, ast.unparse(node.func)
+            yield node, text_of(node.func)
 
 
 @pytest.mark.slow
@@ -128,6 +128,7 @@ def test_environment_is_read_in_one_file() -> None:
         for path in sources()
         for node in nodes_of(path)
         if isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv", "putenv", "environb")
         and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv", "os.environb")
         and path.name != "environment.py"
     ]
@@ -196,7 +197,7 @@ def test_few_modules_at_the_root(measured: structure.Structure) -> None:
 
 def documented(path: Path) -> Iterator[tuple[str, ast.AST]]:
     """Public names of a file that need a docstring, the file itself included."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     yield "module", tree
     todo: list[tuple[str, ast.AST]] = [("", tree)]
     while todo:

@@ -12,6 +12,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+from structure import all_nodes_of
+
 # In prose: documents, docstrings, comments, messages.
 BANNED: tuple[tuple[str, str], ...] = (
     (r"lanes?", "mesh rank, mesh coordinate"),
@@ -53,6 +55,7 @@ BANNED: tuple[tuple[str, str], ...] = (
     (r"(?:mini|opti|norma|recog|initia|loca|rea|orga)(?:mi|li|ni)s(?:e|es|ed|ing|ation)", "-ize"),
 )  # fmt: skip
 PATTERNS = tuple((re.compile(rf"(?i)(?<![\w-])(?:{p})(?![\w-])"), say) for p, say in BANNED)
+_ANY = re.compile(rf"(?i)(?<![\w-])(?:{'|'.join(p for p, _ in BANNED)})(?![\w-])")
 
 # As a part of a module or class name.
 BANNED_NAMES = frozenset(
@@ -67,6 +70,8 @@ BANNED_NAMES = frozenset(
 
 def violations(text: str) -> list[str]:
     """Return each banned term with what to write in its place."""
+    if not _ANY.search(text):
+        return []
     return [
         f"{found[0]!r}: write {say}"
         for pattern, say in PATTERNS
@@ -108,7 +113,7 @@ def words(text: str) -> list[str]:
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the docstrings, comments and messages of a source file with their lines."""
     source = path.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(source)):
+    for node in all_nodes_of(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if len(node.value.split()) > 1:
                 yield node.lineno, re.sub(r"`[^`]*`", "x", node.value)
@@ -120,7 +125,7 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 def names(path: Path) -> Iterator[str]:
     """Yield the module and the classes of a source file."""
     yield path.stem
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in all_nodes_of(path):
         if isinstance(node, ast.ClassDef):
             yield node.name
 

@@ -94,18 +94,40 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @cache
+def all_nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Return the nodes of a file."""
+    return tuple(ast.walk(tree_of(path)))
+
+
+@cache
 def nodes_of(path: Path) -> tuple[ast.AST, ...]:
     """Return the nodes of a file that run: without those below ``if TYPE_CHECKING:``."""
     waiting: list[ast.AST] = [tree_of(path)]
     found = []
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and _is_type_checking(node.test):
             waiting += node.orelse
             continue
         found.append(node)
         waiting += ast.iter_child_nodes(node)
     return tuple(found)
+
+
+def text_of(node: ast.expr) -> str:
+    """Return an expression as text, as ``ast.unparse``, which takes long for many names."""
+    parts: list[str] = []
+    owner = node
+    while isinstance(owner, ast.Attribute):
+        parts.append(owner.attr)
+        owner = owner.value
+    return (
+        ".".join((owner.id, *reversed(parts))) if isinstance(owner, ast.Name) else ast.unparse(node)
+    )
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return isinstance(test, ast.Name | ast.Attribute) and "TYPE_CHECKING" in ast.unparse(test)
 
 
 def _absolute(path: Path, node: ast.ImportFrom) -> str:
@@ -281,7 +303,7 @@ def long_functions() -> list[str]:
     """Return functions of more than 60 lines, docstrings apart."""
     found = []
     for path in sources():
-        for node in ast.walk(tree_of(path)):
+        for node in all_nodes_of(path):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             lines = (node.end_lineno or 0) - node.lineno + 1
