@@ -39,6 +39,7 @@ def test_mask_and_positions_have_no_batch_dim_even_if_sizes_coincide(rows: int) 
     assert captured.symbolic and captured.output_dims == (0,)
 
 
+@pytest.mark.slow
 def test_a_leading_mask_does_not_set_the_batch_size() -> None:
     class Swapped(Masked):
         def forward(self, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -72,6 +73,7 @@ def test_a_sequence_in_front_is_told_from_the_batch(every_step: bool) -> None:
     assert captured.output_dims == (1 if every_step else 0,)
 
 
+@pytest.mark.slow
 def test_unclear_without_data() -> None:
     with torch.device("meta"):
         model = Recurrent(True)
@@ -94,6 +96,7 @@ class Fixed(nn.Module):
         return self.lin(x).reshape(2, 3, 4)
 
 
+@pytest.mark.slow
 def test_a_size_fixed_in_the_code_is_an_error_with_the_line_and_the_way_out() -> None:
     with pytest.raises(FxpartError) as caught:
         capture(Fixed(), (torch.randn(6, 4),))
@@ -133,6 +136,7 @@ def test_offsets_into_an_input_that_is_not_cut_are_unclear() -> None:
     assert caught.value.code == "FXP104" and "half of the batch" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_rows_that_influence_each_other_beside_an_uncut_input_are_asked_for() -> None:
     class Contrast(nn.Module):
         def __init__(self) -> None:
@@ -177,6 +181,7 @@ def test_negative_dims_count_from_the_end() -> None:
     assert captured.inputs[0].batch_dim == 0
 
 
+@pytest.mark.slow
 def test_batch_size_repeats_or_cuts_the_example() -> None:
     example = (torch.arange(12.0).reshape(3, 4),)
     for size in (2, 7):
@@ -194,6 +199,7 @@ def test_wrong_sizes(option: str) -> None:
         capture(nn.Linear(4, 4), (torch.randn(6, 4),), **options)
 
 
+@pytest.mark.slow
 def test_a_fixed_capture_takes_the_microbatch_size() -> None:
     class Even(nn.Module):
         """Works for even batches of any size, but not for a symbol."""
@@ -219,6 +225,7 @@ def test_the_conventional_hypothesis_comes_first() -> None:
     assert resize(torch.arange(3), 0, 5).tolist() == [0, 1, 2, 0, 1]
 
 
+@pytest.mark.slow
 def test_one_tensor_given_twice_is_two_inputs() -> None:
     """``labels=input_ids`` in the example must not tie the two in training."""
 

@@ -152,6 +152,7 @@ def test_a_loss_that_lacks_targets() -> None:
     assert caught.value.code == "FXP109" and "target" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_diagnosis_carries_the_causes() -> None:
     found = diagnose(Branch(), (torch.randn(6, 4),))
     assert not found.captured and found.model == "Branch" and found.method == ""
@@ -176,6 +177,7 @@ class _Kept(nn.Module):
         return self.last
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was() -> None:
     model = _Kept()
     model.lin.eval()

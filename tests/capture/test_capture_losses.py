@@ -140,6 +140,7 @@ class WithLoss(nn.Module):
         return {"loss": loss, "y": y} if self.as_dict else Result(y, None, loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_dict", [True, False])
 def test_the_outputs_own_loss_or_the_mean_square(as_dict: bool) -> None:
     model = WithLoss(as_dict)

@@ -8,6 +8,8 @@ from zoo import ZOO
 
 from fxpart.capture import Diagnosis, diagnose
 
+pytestmark = pytest.mark.slow
+
 
 def examine(name: str) -> Diagnosis:
     built = ZOO[name].build()
@@ -31,7 +33,6 @@ def test_dropout() -> None:
     assert not found.in_place and not found.regions
 
 
-@pytest.mark.slow
 def test_frozen_parameters_ties_and_inputs() -> None:
     found = examine("frozen")
     assert 0 < found.frozen < found.parameters and found.unused == ()
@@ -41,7 +42,6 @@ def test_frozen_parameters_ties_and_inputs() -> None:
     assert any("positions" in note and "mask" in note for note in found.notes)
 
 
-@pytest.mark.slow
 def test_batch_norm_is_told() -> None:
     found = examine("resnet50")
     assert any("normalization" in note for note in found.notes)

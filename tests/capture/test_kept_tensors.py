@@ -102,6 +102,7 @@ def values(module: nn.Module) -> list[torch.Tensor]:
     return [t.detach().clone() for t in (*module.parameters(), *module.buffers(), *extra)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["auto", "off"])
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("kind", [Counted, Averaged, Inside, Decayed, Held])
@@ -144,6 +145,7 @@ class Shrinking(nn.Module):
         return x @ self.w.clone()
 
 
+@pytest.mark.slow
 def test_parameters_of_the_model_are_as_they_were() -> None:
     model = Shrinking()
     try:

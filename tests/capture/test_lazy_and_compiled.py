@@ -52,6 +52,7 @@ class WithFunctions(nn.Module):
         return self.outer(self.activation(self.inner(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [nested, twice, in_place, WithFunctions])
 def test_compiled_modules_train_with_the_names_of_the_plain_one(
     build: Callable[[], nn.Module],
@@ -66,6 +67,7 @@ def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [nn.MSELoss(), squares])
 def test_compiled_losses(loss: Any) -> None:
     assert difference(layers, BATCHES, loss=torch.compile(loss, backend="eager")) == 0.0
@@ -79,6 +81,7 @@ def test_compiled_modules_are_compiled_afterwards() -> None:
         assert found and "0.weight" in model.state_dict()
 
 
+@pytest.mark.slow
 def test_annotations_of_a_compiled_module_have_the_plain_names() -> None:
     off = difference(
         nested, BATCHES, devices=2, constraints={"mesh": "tp=2", "stages": 1},
@@ -87,6 +90,7 @@ def test_annotations_of_a_compiled_module_have_the_plain_names() -> None:
     assert off < 1e-6
 
 
+@pytest.mark.slow
 def test_lazy_modules_are_initialized_from_the_example() -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(4))
     program = fxpart.compile(model, "local:1", example_inputs=BATCHES[0], loss=nn.MSELoss())
@@ -122,6 +126,7 @@ class Branches(nn.Module):
         return self.outer(chosen)
 
 
+@pytest.mark.slow
 def test_cond_is_refused_with_a_way_out() -> None:
     with pytest.raises(FxpartError, match=r"(?s)FXP108.*torch\.cond.*torch\.where"):
         fxpart.compile(Branches(), "local:1", example_inputs=BATCHES[0], loss=nn.MSELoss())

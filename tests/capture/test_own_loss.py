@@ -51,6 +51,7 @@ FOUND: dict[str, tuple[Form, Callable[[Any], torch.Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUND)
 def test_the_only_scalar_with_a_gradient_is_the_loss(name: str) -> None:
     form, take = FOUND[name]
@@ -102,6 +103,7 @@ def test_a_scalar_that_no_input_reaches_is_no_loss() -> None:
         fxpart.compile(Scaled(lambda s, v: s), "local:1", example_inputs=(torch.randn(8, 4),))
 
 
+@pytest.mark.slow
 def test_a_given_loss_has_precedence() -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 1)}
@@ -112,6 +114,7 @@ def test_a_given_loss_has_precedence() -> None:
     assert program.captured.loss_kind == "given"
 
 
+@pytest.mark.slow
 def test_an_empty_loss_field_is_not_replaced_by_part_of_a_loss() -> None:
     batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 1)}
     model = Model(lambda s, v: {"scores": s, "aux_loss": v, "loss": None})

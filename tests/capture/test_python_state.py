@@ -107,12 +107,14 @@ class Patched(nn.Module):
         return self.outer(self.inner(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [Cached, PreHooks, Features, Patched])
 def test_models_that_prepare_themselves_in_the_first_forward(build: type[nn.Module]) -> None:
     TABLES.clear()
     assert difference(build, batches_of((8, 8), (8, 4))) == 0.0
 
 
+@pytest.mark.slow
 def test_compile_leaves_no_trace() -> None:
     model, batch = PreHooks(), batches_of((8, 8), (8, 4))[0]
     fxpart.compile(
@@ -122,6 +124,7 @@ def test_compile_leaves_no_trace() -> None:
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.layers)
 
 
+@pytest.mark.slow
 def test_caches_hold_no_tensor_of_a_tracer() -> None:
     TABLES.clear()
     model, batch = Cached(), batches_of((8, 8), (8, 4))[0]

@@ -29,6 +29,7 @@ WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_vmap_is_refused(way: str) -> None:
     batch = torch.randn(8, 4), torch.randn(8, 5)

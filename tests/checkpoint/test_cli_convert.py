@@ -65,6 +65,7 @@ def test_a_strategy_and_names(root: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "h.0.weight" in index["weight_map"]
 
 
+@pytest.mark.slow
 def test_without_torch(root: Path) -> None:
     arguments = ["ckpt", "convert", str(root / "run"), str(root / "x"), "--to", "dcp"]
     code = (

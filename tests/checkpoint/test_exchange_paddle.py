@@ -221,6 +221,7 @@ def test_objects_are_never_unpickled(tmp_path: Path) -> None:
     assert not written.exists()
 
 
+@pytest.mark.slow
 def test_archives_that_are_none(tmp_path: Path) -> None:
     file = tmp_path / "m_dist0.pdparams.npz"
     small(tmp_path, {"w": WHOLE}, w=np.zeros(40))

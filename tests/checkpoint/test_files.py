@@ -175,6 +175,7 @@ def test_a_share_of_the_comparison_for_each_rank(tmp_path: Path) -> None:
     assert sum(len(checkpoint.verify(share=(which, 4))) for which in range(4)) == 1
 
 
+@pytest.mark.slow
 def test_writing_lets_other_threads_run(tmp_path: Path) -> None:
     """While 200 MB are hashed and written a loop beside makes progress."""
     data = np.zeros(200_000_000, np.uint8)

@@ -57,6 +57,7 @@ def test_many_ranges_in_two_dims() -> None:
     assert (target == part(tensor, odd)).all()
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10_000), shape=st.lists(st.integers(0, 6), max_size=3).map(tuple))
 @settings(max_examples=200, deadline=None)
 def test_what_is_split_is_covered_and_less_or_more_is_not(

@@ -45,6 +45,7 @@ def test_each_verb_has_help_and_json(verb: str, capsys: pytest.CaptureFixture[st
     assert "--json" in out
 
 
+@pytest.mark.slow
 def test_an_installed_package_adds_a_command(tmp_path: Path) -> None:
     """It is listed without being imported, runs with its own options, and reports as all do."""
     info = tmp_path / "outside-1.0.dist-info"
@@ -278,12 +279,14 @@ def test_names_cannot_control_the_terminal(
     assert "name" in out and not set(out) & {"\x1b", "\x07", "\u009b"}
 
 
+@pytest.mark.slow
 def test_closed_pipe_is_quiet(plan: str) -> None:
     command = f"'{sys.executable}' -m fxpart explain '{plan}' --json | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stdout == "{\n" and done.stderr == ""
 
 
+@pytest.mark.slow
 def test_output_in_a_poor_encoding(plan: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fxpart", "explain", plan],

@@ -139,6 +139,7 @@ def test_a_plan_of_everything_says_what_cannot_be_trained(
     assert "new plan" in call(capsys, "whatif", path, "--bandwidth", "2x")
 
 
+@pytest.mark.slow
 def test_what_if(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     path = str(folder / "plan.json")
     text = call(capsys, "whatif", path, "--without", "3", "--bandwidth", "0.5x")
@@ -181,6 +182,7 @@ def test_a_question_without_an_answer(
     assert word in text
 
 
+@pytest.mark.slow
 def test_what_if_needs_neither_torch_nor_ortools(folder: Path) -> None:
     code = (
         "import sys\n"

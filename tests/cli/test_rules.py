@@ -40,6 +40,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert found == {name: sorted(table) for name, table in RULES.items()}
 
 
+@pytest.mark.slow
 def test_coverage_of_a_target(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = tmp_path / "own.py"
     target.write_text(SOURCE)

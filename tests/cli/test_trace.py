@@ -99,6 +99,7 @@ def test_no_such_folder(target: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "FXP603" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_data_that_ends_too_early(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``short`` has three batches in all: no recorded step, or one."""
     given = ["train", "nets.py:short", "-c", "local:1", "--trace", "t.json", "--trace-steps", "2"]

@@ -64,6 +64,7 @@ def test_formats_are_those_of_the_importers() -> None:
         assert importer.summary and f"`{name}`" in PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_neither_torch_nor_solver_is_loaded() -> None:
     code = (
         "import sys\nfrom fxpart import cli\n"

@@ -379,6 +379,7 @@ def test_links_are_directed_and_missing_ones_name_the_pair() -> None:
     assert (own.latency, own.bandwidth) == (0.0, devices[0].bandwidth)
 
 
+@pytest.mark.slow
 def test_imports_without_torch() -> None:
     code = (
         "import sys, fxpart.cluster as c, fxpart.costs, fxpart.costmodels;"

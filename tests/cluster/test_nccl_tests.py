@@ -193,6 +193,7 @@ def test_faults_name_the_key(path: tuple[str | int, ...], value: object, words: 
 # the line through the points
 
 
+@pytest.mark.slow
 @given(
     st.floats(0, 1e-2),
     st.floats(0, 1e-6),

@@ -19,6 +19,8 @@ from fxpart.codegen.stage_loader import load_stage
 from fxpart.codegen.stage_split import split
 from fxpart.runtime.executor.recompute import StageRecomputation
 
+pytestmark = pytest.mark.slow
+
 QUICK = ("mlp", "dropouts", "in_place")
 
 
@@ -56,13 +58,11 @@ def equal(name: str) -> None:
         assert all(a.mode == mode and a.times for a in again if a._pieces)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_small_models(name: str) -> None:
     equal(name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet50", "unet", "lstm", "many_ways"])
 def test_models(name: str) -> None:
     if name not in ZOO:
@@ -112,7 +112,6 @@ def test_pieces_cover_all_operations_once() -> None:
     assert "def block_" not in emit(stage)
 
 
-@pytest.mark.slow
 def test_a_stage_keeps_what_lies_between_blocks() -> None:
     """Memory after the forward, and while one block at a time runs again."""
     captured, stage = stage_of(width=64, depth=6)

@@ -88,6 +88,7 @@ def test_no_path_of_this_machine(built: Stages) -> None:
             assert path not in source
 
 
+@pytest.mark.slow
 def test_one_operation_a_line_with_its_place(built: Stages) -> None:
     for stage, source in zip(built.graphs, built.sources, strict=True):
         lines = source.splitlines()
@@ -100,6 +101,7 @@ def test_one_operation_a_line_with_its_place(built: Stages) -> None:
     assert any("# f64[s" in source for source in built.sources)
 
 
+@pytest.mark.slow
 def test_every_tensor_is_freed_after_its_last_use(built: Stages) -> None:
     for source in built.sources:
         tree = ast.parse(source)
@@ -190,6 +192,7 @@ def test_devices_are_chosen_when_the_stage_is_made(built: Stages) -> None:
     assert loss.device.type == "meta"
 
 
+@pytest.mark.slow
 def test_views_do_not_depend_on_the_strides_of_a_device() -> None:
     """Attention kernels of other devices return other strides; a view of them would fail."""
 

@@ -18,6 +18,8 @@ from fxpart.codegen.stage_split import split
 from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.errors import FxpartError
 
+pytestmark = pytest.mark.slow
+
 
 class Model(nn.Module):
     """Dropout, BatchNorm, a tie, a mask made of the input alone."""
@@ -76,7 +78,6 @@ def check(model: nn.Module, batch: Any, loss: Any, **options: Any) -> None:
         torch.testing.assert_close(values[name], want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_dropout_norm_tie_and_mask() -> None:
     torch.manual_seed(0)
     ids = torch.randint(0, 9, (4, 3))
@@ -87,7 +88,6 @@ def test_dropout_norm_tie_and_mask() -> None:
     check(Model(), (ids,), loss, batch_size=4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shared_mlp", "dropouts", "gpt2", "t5", "resnet50"])
 def test_zoo(name: str) -> None:
     entry = ZOO[name]

@@ -51,6 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_same_program_gives_the_same_bytes(built: Stages, tmp_path: Path) -> None:
     paths = write(built, tmp_path / "a")
     write(built, tmp_path / "b")
@@ -123,6 +124,7 @@ def test_a_changed_module_is_never_executed(built: Stages, tmp_path: Path) -> No
     assert not marker.exists()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_flipped_byte_is_found(data: Any, built: Stages, tmp_path_factory: Any) -> None:

@@ -98,6 +98,7 @@ def shape(source: str) -> list[type]:
 BENIGN_SHAPE = shape(emit(stage(BENIGN, ["none", "ij,jk->ik"])))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.lists(texts, min_size=8, max_size=8), st.lists(texts, min_size=2, max_size=2))
 def test_the_program_has_the_same_structure_whatever_the_names(

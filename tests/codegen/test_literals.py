@@ -45,6 +45,7 @@ def back(text: str) -> Any:
     return eval(text, {"torch": torch, "math": math})  # noqa: S307
 
 
+@pytest.mark.slow
 @given(arguments)
 def test_values_read_back(value: Any) -> None:
     read = back(literal(value, NameScope(), "here"))

@@ -71,12 +71,14 @@ def same(built: Stages, modules: list[nn.Module]) -> None:
             assert tensor.data_ptr() != built.captured.state[state.name].data_ptr()
 
 
+@pytest.mark.slow
 def test_stages_are_empty_until_filled(built: Stages) -> None:
     for module in empty(built):
         for tensor in (*module.parameters(), *module.buffers()):
             assert tensor.is_meta
 
 
+@pytest.mark.slow
 def test_live_tensors_are_copied(built: Stages) -> None:
     same(built, fill(built, built.captured.state))
 

@@ -24,6 +24,8 @@ from fxpart.collectives import Communicator, InProcessHub
 from fxpart.compiler import BLOCKS_KEY, PassManager
 from fxpart.sharding import PARTIAL, Mesh, parse_placements
 
+pytestmark = pytest.mark.slow
+
 MESH = "dp=2,tp=2"
 SEEDS = {
     "gpt2": {
@@ -51,7 +53,6 @@ def local(name: str, mesh_rank: int) -> fx.GraphModule:
     return PassManager(all_passes()).run(passes, prepared(name))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SEEDS))
 def test_stages_of_all_lanes(name: str) -> None:
     """Three stages: loss and gradients are those of the whole graph."""
@@ -95,7 +96,6 @@ def test_stages_of_all_lanes(name: str) -> None:
         assert float((whole - gradient).abs().max()) <= 2e-5 * float(gradient.abs().max()), n
 
 
-@pytest.mark.slow
 def test_specs_of_a_lane() -> None:
     """The mesh rank's program has local shapes; the sharding has the whole ones; text is the
     same."""

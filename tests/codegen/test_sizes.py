@@ -68,6 +68,7 @@ class Size:
         self.expr = expr
 
 
+@pytest.mark.slow
 @given(expressions, st.integers(2, 9), st.integers(2, 9))
 def test_text_and_nodes_compute_the_expression(expr: sympy.Expr, a: int, b: int) -> None:
     expected = truth(expr, {S0: a, S1: b})

@@ -24,6 +24,8 @@ from fxpart.pricing.partition import price
 from fxpart.program.edges import find_value_edges
 from fxpart.program.spec import ProgramSpec, ValueSpec
 
+pytestmark = pytest.mark.slow
+
 LAYERS = 4
 
 
@@ -49,7 +51,6 @@ def kind(value: ValueSpec, family: str) -> str:
     return "hidden state"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_hidden_state_crosses_and_nothing_else(family: str, stages: int) -> None:
@@ -67,7 +68,6 @@ def test_the_hidden_state_crosses_and_nothing_else(family: str, stages: int) -> 
         assert kinds.count("position bias") <= 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_equals_a_single_process(family: str, stages: int) -> None:
@@ -75,7 +75,6 @@ def test_training_equals_a_single_process(family: str, stages: int) -> None:
     assert program.verify(steps=2, batch=batch).passed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_predicted_bytes_are_those_that_are_sent(family: str) -> None:
     """Of every boundary between two blocks, at the rows of a microbatch."""

@@ -225,6 +225,7 @@ def test_experts_that_do_not_divide(strategy: str, experts: int) -> None:
         check(case(7, experts=experts), Mesh((("m", mesh_ranks),)), (strategy,))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 1000),

@@ -73,6 +73,7 @@ samples = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(samples | st.builds(Needy, st.text())))
 def test_text_round_trip(passes: list[Any]) -> None:
     text = format_pipeline(passes)
@@ -120,6 +121,7 @@ def test_all_wrong_passes_at_once() -> None:
     assert len(caught.value.problems) == 4
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet='ab{}=,"0. _\\\n', max_size=20))
 def test_any_text_gives_passes_or_fxp109(text: str) -> None:
@@ -380,6 +382,7 @@ arguments = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(arguments)
 def test_arguments_round_trip_through_json(item: Any) -> None:
     assert decode(json.loads(json.dumps(encode(item))), {}) == item

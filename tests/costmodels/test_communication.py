@@ -127,6 +127,7 @@ def test_an_unknown_placement_is_told_with_curves_as_without() -> None:
         communication.reshard("shard", "replicate", 1.0, ring(2), (curve("all_gather", 2),))
 
 
+@pytest.mark.slow
 @given(points)
 @laws
 def test_rising_points_are_the_closest_that_rise(given_: communication.Points) -> None:
@@ -143,6 +144,7 @@ def test_rising_points_are_the_closest_that_rise(given_: communication.Points) -
         assert found == [seconds for _, seconds in given_]
 
 
+@pytest.mark.slow
 @given(size=st.floats(0, 1e13), more=st.floats(0, 1e13), link=links, faster=st.floats(1, 100))
 @laws
 def test_laws_of_transfers(size: float, more: float, link: Link, faster: float) -> None:

@@ -76,6 +76,7 @@ def test_a_key_is_the_op(op: OpSpec) -> None:
     assert family(again)[1] == family(op)[1]
 
 
+@pytest.mark.slow
 @given(one=ops(), other=ops())
 @laws
 def test_equal_keys_mean_equal_ops(one: OpSpec, other: OpSpec) -> None:
@@ -254,6 +255,7 @@ def twice() -> tuple[ProfileCostModel, ProfileCostModel]:
     return measured(known), measured(known)
 
 
+@pytest.mark.slow
 @given(op=ops(), backward=st.booleans())
 @laws
 def test_costs_are_sound_and_equal_twice(op: OpSpec, backward: bool) -> None:

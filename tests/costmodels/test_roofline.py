@@ -17,6 +17,7 @@ LINEAR = OpSpec("aten.mm.default", (X, X), (X,))
 GELU = OpSpec("aten.gelu.default", (X,), (X,))
 
 
+@pytest.mark.slow
 def test_measured_rates_come_first() -> None:
     device = msgspec.structs.replace(NOMINAL, measured={"bfloat16": 4e14, "bandwidth": 2e12})
     model = Roofline()

@@ -295,6 +295,7 @@ _WORDS = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=80, deadline=None)
 def test_whatever_was_left_is_told(

@@ -25,6 +25,7 @@ _PUT = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(st.integers(1, 9), st.lists(_PUT, max_size=30), st.integers(0, 30))
 @settings(max_examples=60, deadline=None)
 def test_the_newest_are_kept_in_memory_and_file(

@@ -58,6 +58,7 @@ def test_table_json_and_picture_say_the_same(
     assert names[1:] == ["spectrain", "stash", "sync"]
 
 
+@pytest.mark.slow
 def test_a_model_with_its_own_loss_and_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, notes = called(
         capsys, f"{TARGETS}:without_data", "--steps", "4", "--weights", "sync"

@@ -101,6 +101,7 @@ def test_evaluations_see_each_stage_after_as_many_updates_and_change_nothing(mod
     made.cache_clear()
 
 
+@pytest.mark.slow
 def test_sync_is_training_in_one_process_and_runs_begin_anew() -> None:
     emulator, module = made()
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
@@ -150,6 +151,7 @@ def test_stages_are_even_and_too_many_are_refused() -> None:
         assert refused.value.code == code
 
 
+@pytest.mark.slow
 def test_a_model_without_a_loss_is_refused() -> None:
     with pytest.raises(FxpartError, match="FXP106"):
         Emulator(models.mlp(3), stages=2, example_inputs=BATCHES[0][:1])
@@ -168,6 +170,7 @@ def test_copies_of_weights_are_those_of_the_schedule(mode: str) -> None:
         assert max(run.copies) == (2 if MODES[mode].predicts else 1)
 
 
+@pytest.mark.slow
 def test_rho_compares_a_prediction_with_none() -> None:
     emulator, _ = made()
     watched = emulator.run(BATCHES, optimizer=SGD, steps=10, watch=1)
@@ -178,6 +181,7 @@ def test_rho_compares_a_prediction_with_none() -> None:
     assert plain.rho == (None,) * 4
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_and_says_where() -> None:
     emulator, _ = made()
 

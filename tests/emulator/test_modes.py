@@ -16,6 +16,8 @@ from fxpart.emulator import EmulationResult, Emulator
 from fxpart.errors import FxpartError
 from fxpart.schedule.weight_modes import MODES
 
+pytestmark = pytest.mark.slow
+
 RATE = 0.05
 STEPS = 9  # more than twice the deepest pipeline
 ROWS = 4
@@ -88,7 +90,6 @@ def compare(
     assert not wrong
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("a", [1, 2])
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -97,7 +98,6 @@ def test_mlp(mode: str, stages: int, a: int, optimizer: str) -> None:
     compare(*by_both("mlp", stages, a, mode, optimizer))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("stages", "a"), [(2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2)])
 @pytest.mark.parametrize("mode", PLAIN)
@@ -105,7 +105,6 @@ def test_gpt(mode: str, stages: int, a: int, optimizer: str) -> None:
     compare(*by_both("gpt", stages, a, mode, optimizer))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
@@ -115,7 +114,6 @@ def test_double_buffer_with_as_many_microbatches_as_stages(
     compare(*by_both(model, stages, stages, "2bw", optimizer))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "a"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2)])
 def test_double_buffer_with_fewer_is_refused(stages: int, a: int) -> None:
     emulator, _, batches, _ = built("mlp", stages)
@@ -123,7 +121,6 @@ def test_double_buffer_with_fewer_is_refused(stages: int, a: int) -> None:
         emulator.run(batches, weights="2bw", microbatches=a, steps=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "a"), [(2, 1), (2, 2), (3, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
 def test_nadam_with_stashing(model: str, stages: int, a: int) -> None:

@@ -104,6 +104,7 @@ def test_the_mean_of_runs_goes_as_far_as_the_shortest() -> None:
     assert mean_curve("x", [[1.0, 2.0, 3.0], [3.0, 4.0]]) == LossCurve("x", [2.0, 3.0])
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.floats(width=32), max_size=40), max_size=26),
     st.text(max_size=20),

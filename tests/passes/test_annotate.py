@@ -63,6 +63,7 @@ def test_all_kinds_of_keys() -> None:
     assert {n.op for n in sizes if "size" not in n.name} == {"placeholder", "output"}
 
 
+@pytest.mark.slow
 def test_annotating_again_starts_anew() -> None:
     once = annotated(small("mlp"), "dp=2", {"up.weight": "dp:S(0)"})
     again = annotated(once, "tp=2", {"down.weight": "tp:S(1)"})
@@ -70,6 +71,7 @@ def test_annotating_again_starts_anew() -> None:
     assert placed(once, "up.weight") == "S(0)"
 
 
+@pytest.mark.slow
 def test_everything_wrong_is_said_at_once() -> None:
     seeds = {
         "upp.weight": "tp:S(0)",

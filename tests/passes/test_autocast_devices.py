@@ -53,6 +53,7 @@ def dtypes(graph: fx.GraphModule, name: str) -> Iterator[torch.dtype]:
             yield node.meta["val"].dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device_type", "norm"),
     [("cpu", torch.bfloat16), ("cuda", torch.float32), (None, torch.bfloat16)],
@@ -71,6 +72,7 @@ def test_a_region_for_gpus_applies_on_gpus_only(device_type: str, dtype: torch.d
     assert list(dtypes(made, "aten.linear")) == [dtype]
 
 
+@pytest.mark.slow
 def test_an_op_that_needs_numbers_is_observed_with_those_of_the_example(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -126,6 +128,7 @@ class ReadsDtype(nn.Module):
         return y.float().square().to(y.dtype).sum()
 
 
+@pytest.mark.slow
 def test_a_dtype_that_code_reads_is_that_of_the_captured_device() -> None:
     """A limit that numerical_equivalence.md states: on a GPU it would be float32."""
     made = graph(ReadsDtype(), "cuda")

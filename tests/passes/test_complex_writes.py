@@ -10,6 +10,8 @@ from torch import nn
 
 from tests.support.plain_training import ONE, TWO, batches_of, difference
 
+pytestmark = pytest.mark.slow
+
 
 class Corners(nn.Module):
     """A two-dimensional spectral layer: two corners of the spectrum are assigned."""

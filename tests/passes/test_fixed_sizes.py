@@ -18,6 +18,7 @@ MIDDLES: dict[str, tuple[nn.Module, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIDDLES)
 def test_columns_of_replicas(name: str) -> None:
     middle, width = MIDDLES[name]

@@ -131,6 +131,7 @@ def prepared(model: nn.Module, precision: str = "fp32") -> tuple[fx.GraphModule,
     return graph, node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [comparison, triangle, additive])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_causal_masks_become_a_flag(mask: Mask, precision: str) -> None:
@@ -144,6 +145,7 @@ def test_causal_masks_become_a_flag(mask: Mask, precision: str) -> None:
     assert query.dtype == argument(node, "key").meta["val"].dtype == node.meta["val"].dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [whole, positive, zero])
 def test_masks_that_hide_nothing_vanish(mask: Mask) -> None:
     graph, node = prepared(Attention(mask))
@@ -182,6 +184,7 @@ def partly_shown(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return seen.expand(ids.shape[0], 1, ids.shape[1], -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mask", "kept"), [(shown, 0), (partly_shown, 1)])
 def test_a_bias_is_hidden_only_where_a_key_is(mask: Any, kept: int) -> None:
     draw = torch.Generator().manual_seed(1)
@@ -196,6 +199,7 @@ def test_a_bias_is_hidden_only_where_a_key_is(mask: Any, kept: int) -> None:
     assert torch.equal(loss, model(ids, others))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
     [
@@ -214,6 +218,7 @@ def test_the_window_is_beyond_the_example() -> None:
     assert torch.equal(window(x), triangle(x))
 
 
+@pytest.mark.slow
 def test_trains_the_same_bits() -> None:
     import fxpart
 

@@ -17,6 +17,8 @@ from fxpart.capture import CapturedModel, capture
 from fxpart.collectives.experts import statements
 from fxpart.compiler import PassManager
 
+pytestmark = pytest.mark.slow
+
 BEFORE = "drop_asserts,inline_regions,remove_inplace,simplify"
 TOKENS, EXPERTS, CHOSEN, WIDTH, INNER = 6, 4, 2, 8, 12
 
@@ -131,7 +133,6 @@ def same(whole: CapturedModel, given: list[Any]) -> list[fx.Node]:
 X = torch.randn(TOKENS // 2, 2, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "parts", "count"),
     [("", "halves", 2), ("plain", "halves", 2), ("no gate", "", 2), ("pairs", "pairs", 7),
@@ -149,7 +150,6 @@ def test_mixtures(change: str, parts: str, count: int) -> None:
     assert not left & {torch.ops.aten.sort.default, torch.ops.fxpart.grouped_product.default}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     ["descending", "other rows", "other tokens", "other bins", "other bias", "other weights",
@@ -178,7 +178,6 @@ _SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not ZOO["mixtral"].available, reason="needs transformers")
 @pytest.mark.parametrize(
     ("kind", "options", "count"),

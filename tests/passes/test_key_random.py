@@ -90,6 +90,7 @@ def test_calls_and_indices() -> None:
     assert [n.meta[KEY].random for n in calls] == [0, 1, 2]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**62), st.integers(0, 2**31), st.integers(0, 2**31))
 def test_numbers_depend_on_the_key_alone(key: int, before: int, after: int) -> None:

@@ -35,6 +35,7 @@ def names(graph: fx.GraphModule, op: str) -> list[str]:
     return [n.name for n in calls(graph, op)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", ["up.weight", "down.weight", "up.bias", "node:gelu"])
 def test_the_feed_forward_block_follows_from_one_annotation(seed: str) -> None:
     """Megatron-LM (Shoeybi et al. 2019), section 3: columns, then rows, then one sum."""
@@ -50,6 +51,7 @@ def test_the_feed_forward_block_follows_from_one_annotation(seed: str) -> None:
     assert placed(graph, "layer_norm") == placed(graph, "norm.weight") == "?"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", ["q.weight", "k.weight", "v.weight", "out.weight"])
 def test_attention_follows_from_one_annotation(seed: str) -> None:
     text = "tp:S(1)" if seed == "out.weight" else "tp:S(0)"
@@ -62,6 +64,7 @@ def test_attention_follows_from_one_annotation(seed: str) -> None:
     assert [placed(graph, n) for n in names(graph, "linear")] == ["S(2)", "S(2)", "S(2)", "P"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [("qkv.weight", "S(0,3)"), ("out.weight", "S(1)")])
 def test_fused_attention_follows_from_one_annotation(seed: tuple[str, str]) -> None:
     graph = propagated(small("fused"), "tp=2", {seed[0]: f"tp:{seed[1]}"})
@@ -73,6 +76,7 @@ def test_fused_attention_follows_from_one_annotation(seed: tuple[str, str]) -> N
     assert placed(graph, out) == "P"
 
 
+@pytest.mark.slow
 def test_heads_that_do_not_divide_stay_whole() -> None:
     """4 heads on 8 ranks: the weight is cut, the heads are not, and nothing is guessed."""
     graph = propagated(small("attention"), "tp=8", {"q.weight": "tp:S(0)"})
@@ -82,6 +86,7 @@ def test_heads_that_do_not_divide_stay_whole() -> None:
     assert placed(graph, "k.weight") == "?"
 
 
+@pytest.mark.slow
 def test_sequence_parallelism() -> None:
     """Korthikanti et al. 2022: norms and residuals cut along the sequence, between them tensors."""
     seeds = {
@@ -230,6 +235,7 @@ def test_an_annotated_weight_counts_before_an_annotated_operand() -> None:
     assert placed(graph, "layer_norm") == "S(2)"
 
 
+@pytest.mark.slow
 def test_weights_on_the_axis_of_the_batch_are_stored_in_pieces() -> None:
     """ZeRO-3 as placements: the ops cut the batch, the weights are gathered."""
     graph = propagated(small("layer"), "dp=2", {"input:x": "dp:S(0)", "*.weight": "dp:S(0)"})

@@ -39,6 +39,7 @@ from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Shard
 aten = torch.ops.aten
 
 
+@pytest.mark.slow
 def test_closing_leaves_nothing_open() -> None:
     graph = propagated(small("layer"), "dp=2,tp=2", {"mlp.up.weight": "tp:S(0)"}, close=True)
     for held in shardings(graph).values():

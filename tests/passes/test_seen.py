@@ -57,6 +57,7 @@ def test_a_model_captured_again_is_not_observed_again(name: str, observed: list[
     assert observed
 
 
+@pytest.mark.slow
 def test_other_batches_and_settings_are_other_surroundings(observed: list[str]) -> None:
     def mark(rows: int) -> None:
         given = (torch.ones(rows, 3),)

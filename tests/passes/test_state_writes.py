@@ -116,11 +116,13 @@ class TiedLookup(nn.Module):
         return self.outer(self.head(hidden))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [Chained, ReadBefore, Clamped, TiedLookup])
 def test_one_rank_gives_every_bit(build: type[nn.Module]) -> None:
     assert difference(build, batches_of((8, 8), (8, 8)), constraints=ONE) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [Chained, ReadBefore])
 @pytest.mark.parametrize("annotations", [{}, ROWS, COLUMNS], ids=["open", "rows", "columns"])
 @pytest.mark.parametrize("constraints", [TENSOR, BOTH], ids=["tensor", "both"])
@@ -135,6 +137,7 @@ def test_written_buffers_are_whole_and_right(
     assert off < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("build", [Chained, Clamped, lambda: Lookup("table"), TiedLookup])
 def test_state_is_right_under_every_zero_level(build: Any, zero: int) -> None:
@@ -143,6 +146,7 @@ def test_state_is_right_under_every_zero_level(build: Any, zero: int) -> None:
     assert difference(build, batches, devices=2, constraints=constraints) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["table", "bag", "function"])
 @pytest.mark.parametrize("constraints", [TENSOR, BOTH], ids=["tensor", "both"])
 def test_lookups_with_a_largest_norm(kind: str, constraints: dict[str, Any]) -> None:
@@ -152,6 +156,7 @@ def test_lookups_with_a_largest_norm(kind: str, constraints: dict[str, Any]) -> 
     assert off < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "annotations"),
     [
@@ -172,6 +177,7 @@ def test_annotations_of_what_is_written_whole_are_refused(
         )
 
 
+@pytest.mark.slow
 def test_followed_buffers_are_written_once_at_the_end() -> None:
     captured = capture(Chained(), batches_of((8, 8), (8, 8))[0], loss=nn.MSELoss())
     graph = PassManager(all_passes()).run(PREPARE, captured.graph).graph
@@ -182,6 +188,7 @@ def test_followed_buffers_are_written_once_at_the_end() -> None:
         assert list_written_nodes(writer)[0].op == "get_attr"
 
 
+@pytest.mark.slow
 def test_single_writes_stay_as_they_are() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -244,6 +251,7 @@ class Routed(nn.Module):
         return x + torch.zeros_like(x).index_add(0, order // 2, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bincount", "scatter", "one_hot", "searchsorted"])
 @pytest.mark.parametrize(
     "annotations",
@@ -260,6 +268,7 @@ def test_routing_by_order_on_replicas_and_tensor_ranks(
     assert off < 1e-6
 
 
+@pytest.mark.slow
 def test_sizes_that_depend_on_data_are_refused_in_every_way_of_tracing() -> None:
     class Picked(Routed):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from fxpart.errors import FxpartError
 FOLDER = Path(fxpart.passes.__file__).parent
 
 
+@pytest.mark.slow
 def test_each_file_has_a_line() -> None:
     files = {p.stem for p in FOLDER.glob("*.py")} - {"__init__"}
     assert files == set(PASSES)

@@ -225,6 +225,7 @@ def test_a_plan_says_both_times_and_comes_back(mode: str) -> None:
     assert "Asynchronous pipeline" in report_html(plan)
 
 
+@pytest.mark.slow
 def test_a_weight_mode_that_does_not_go_with_the_schedule_is_a_fault() -> None:
     raw = json.loads(asynchronous().dumps())
     for change in ({"weights": "flush"}, {"schedule": "1f1b"}, {"weights": "lookahead"}):
@@ -236,6 +237,7 @@ def test_a_weight_mode_that_does_not_go_with_the_schedule_is_a_fault() -> None:
     assert caught.value.code == "FXP303"
 
 
+@pytest.mark.slow
 def test_one_stage_is_synchronous() -> None:
     plan = compiled(mode="async", stages=1).plan
     assert (plan.schedule, plan.weights, len(plan.stages)) == ("1f1b", "flush", 1)
@@ -243,6 +245,7 @@ def test_one_stage_is_synchronous() -> None:
     assert plan.constraints["mode"] == "async"
 
 
+@pytest.mark.slow
 def test_asked_to_weigh_it_takes_the_faster() -> None:
     plan = compiled(mode="auto", microbatches=4).plan
     assert plan.schedule == "async" and "faster by simulation" in plan.provenance["mode"]
@@ -306,6 +309,7 @@ def test_the_schedule_requests_the_mode() -> None:
     assert plan.prediction == asynchronous().prediction
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_its_mode() -> None:
     plan = asynchronous()
     with pytest.raises(FxpartError) as caught:
@@ -323,6 +327,7 @@ def test_a_plan_keeps_its_mode() -> None:
         program.verify()
 
 
+@pytest.mark.slow
 def test_degrees_are_chosen_for_the_stream() -> None:
     plan = compiled("local:4", mode="async", mesh="auto", microbatches=4).plan
     assert plan.degrees is not None and "async (weights spectrain" in plan.degrees.over
@@ -340,6 +345,7 @@ def test_microbatches_are_chosen_with_few_updates_missed() -> None:
     assert all(o.microbatches <= plan.microbatches or o.step_seconds > mine for o in others)
 
 
+@pytest.mark.slow
 def test_all_that_the_planner_knows_under_a_weight_mode() -> None:
     found = fxpart.api.propose(
         net(), "local:4", example_inputs=BATCH, loss=nn.functional.cross_entropy, microbatches=4,

@@ -163,6 +163,7 @@ KEPT: list[tuple[str, Any, Callable[[Plan], bool]]] = [
 QUICK = ("one rank per stage", "data parallel", "queues")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", [pytest.param(m, marks=() if m in QUICK else (pytest.mark.slow,)) for m in MODES]
 )
@@ -191,6 +192,7 @@ def test_every_constraint_is_in_the_table() -> None:
     assert {key for key, *_ in KEPT} | {"mesh", "mode"} == {*CONSTRAINTS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "constraints",
     [
@@ -218,6 +220,7 @@ def test_cuts_beside_a_mesh_are_where_they_were_requested(constraints: dict[str,
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraints", "code"),
     [
@@ -237,6 +240,7 @@ def test_constraints_beside_an_applied_plan(constraints: dict[str, Any], code: s
     assert compiled({"stages": 2, "stage": "last=1", "mesh": "none"}, plan=plan).plan is plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("constraints", "code"),
     [
@@ -270,6 +274,7 @@ def test_plans_of_all_kinds(constraints: dict[str, Any], code: str) -> None:
         assert {stage.recompute for stage in plan.stages} == {"full"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "constraints",
     [
@@ -286,6 +291,7 @@ def test_virtual_stages_need_a_schedule_that_has_them(constraints: dict[str, Any
     assert "interleaved" in caught.value.problems[0].fix
 
 
+@pytest.mark.slow
 def test_virtual_stages_of_the_wrong_number_are_refused() -> None:
     """ZB-V has two of them, and a graph of cuts may have too few for three."""
     with pytest.raises(FxpartError, match="FXP202"):
@@ -306,6 +312,7 @@ def test_numbers_of_stages() -> None:
     assert allowed_stages({"forbid": "pp"}, 4) == (1,)
 
 
+@pytest.mark.slow
 def test_a_plan_that_breaks_constraints_is_named() -> None:
     """The check by itself, of a plan that was made without them."""
     names = block_names()

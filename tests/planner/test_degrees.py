@@ -135,12 +135,14 @@ def test_blocks_are_put_on_their_stage() -> None:
     assert plan.stages[0].last >= last and len(plan.stages) == 3
 
 
+@pytest.mark.slow
 def test_fast_devices_are_taken_wherever_they_stand() -> None:
     plan = planned(cluster(0.2, 1, 0.2, 1), dp=1, tp=1, stages=2).plan
     assert plan.devices == (1, 3)
     assert [plan.device(stage.ranks[0]).name for stage in plan.stages] == ["cpu:1", "cpu:3"]
 
 
+@pytest.mark.slow
 def test_a_slow_device_gets_less_and_the_numbers_stay() -> None:
     made = planned(cluster(0.5, 1, 1), dp=1, tp=1, stages=3)
     sizes = {
@@ -152,6 +154,7 @@ def test_a_slow_device_gets_less_and_the_numbers_stay() -> None:
     assert made.verify(steps=2).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("constraint", ["tp=5", "dp=5"])
 def test_what_cannot_be_is_one_clear_error(constraint: str) -> None:
     key, _, value = constraint.partition("=")
@@ -166,6 +169,7 @@ def test_more_ranks_than_anything_takes() -> None:
     assert caught.value.code in ("FXP202", "FXP204")
 
 
+@pytest.mark.slow
 def test_what_if_asks_the_problem_that_the_plan_came_from() -> None:
     made = planned(cluster(1, 1, 1, 1), dp=1, tp=1, stages=4)
     problem = made.costed()

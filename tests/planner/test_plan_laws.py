@@ -14,6 +14,8 @@ import fxpart
 from fxpart import Cluster, Device, FxpartError, Link, Plan, Program
 from fxpart.planner.prediction.plan_timeline import plan_timeline
 
+pytestmark = pytest.mark.slow
+
 ROWS, WIDTH, CLASSES = 12, 96, 24
 EXACT = 1 + 1e-9
 
@@ -71,7 +73,6 @@ def seconds(plan: Plan) -> float:
     return plan.prediction.step_seconds
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 4, 6])
 def test_no_mesh_is_faster_and_one_device_more_is_never_slower(count: int) -> None:
     free = seconds(planned(cluster(count)))
@@ -82,13 +83,11 @@ def test_no_mesh_is_faster_and_one_device_more_is_never_slower(count: int) -> No
     assert seconds(planned(cluster(count + 1))) <= free * EXACT
 
 
-@pytest.mark.slow
 def test_labels_of_hosts_with_equal_links_change_nothing() -> None:
     assert seconds(planned(cluster(4, hosts=2))) == seconds(planned(cluster(4)))
     assert seconds(planned(cluster(4, hosts=4))) == seconds(planned(cluster(4)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4, 6])
 def test_reported_decisions_can_be_fixed_and_forbidden(count: int) -> None:
     free = planned(cluster(count))
@@ -112,7 +111,6 @@ def test_reported_decisions_can_be_fixed_and_forbidden(count: int) -> None:
         assert seconds(other) >= seconds(free) / EXACT
 
 
-@pytest.mark.slow
 def test_placements_are_selected_for_the_devices_that_are_used() -> None:
     """The fast devices come last; what a plan on them alone reports is fixed on all."""
     slow, fast = devices(3), devices(5)[3:]
@@ -127,7 +125,6 @@ def test_placements_are_selected_for_the_devices_that_are_used() -> None:
     assert seconds(again) == pytest.approx(seconds(alone), rel=1e-9)
 
 
-@pytest.mark.slow
 def test_more_memory_is_never_slower() -> None:
     times = []
     for memory in (1_000_000, 1_500_000, 2_500_000, 4_000_000, 10**9):
@@ -167,7 +164,6 @@ def across(**options: str | bool) -> Cluster:
     return Cluster(name="two hosts", devices=devices(4, 2), links=(*between, *inside))
 
 
-@pytest.mark.slow
 def test_a_shared_link_is_slower() -> None:
     constraints = {"mesh": "dp=2,tp=2", "stages": 1}
     own = seconds(planned(across(), **constraints))

@@ -54,6 +54,7 @@ def test_each_stage_has_its_own_staleness() -> None:
     assert Plan.loads(plan.dumps()) == plan and not plan.problems() and not plan.runnable
 
 
+@pytest.mark.slow
 def test_a_trainer_is_as_the_plan_says() -> None:
     trainer = mixed().trainer(adagrad)
     assert isinstance(trainer, QueueTrainer)
@@ -74,6 +75,7 @@ def test_by_default_no_update_is_missed() -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_the_trainer_goes_before() -> None:
     trainer = mixed().trainer(adagrad, staleness=1, weight_mode="naive")
     assert (trainer.dealt, trainer.weight_mode.name) == ((1, 1), "naive")
@@ -93,6 +95,7 @@ def test_only_what_misses_nothing_is_verified() -> None:
         mixed().verify(steps=1)
 
 
+@pytest.mark.slow
 def test_an_applied_plan_minds_the_mode() -> None:
     program = mixed()
     again = fxpart.compile(
@@ -134,6 +137,7 @@ def test_a_rank_misses_no_more_than_its_stage_may() -> None:
     assert ["more than stage 2 may miss" in str(fault) for fault in wrong.problems()] == [True]
 
 
+@pytest.mark.slow
 def test_what_is_only_planned_has_no_queues() -> None:
     with pytest.raises(FxpartError, match="every stage has one rank"):
         fxpart.propose(

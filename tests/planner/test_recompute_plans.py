@@ -12,6 +12,8 @@ from torch import nn
 import fxpart
 from fxpart import Cluster, Device, FxpartError, Link, Plan, Program
 
+pytestmark = pytest.mark.slow
+
 ROWS, LENGTH, WIDTH, WORDS = 12, 24, 64, 50
 
 

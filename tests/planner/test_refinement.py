@@ -65,6 +65,7 @@ def looked(seconds: float, evaluation: Any) -> EvaluatedCandidate:
     return EvaluatedCandidate(cast(Plan, plan), RefinedEvaluation(evaluation))
 
 
+@pytest.mark.slow
 def test_the_shortest_simulated_step_wins_whatever_the_closed_form_says() -> None:
     r, tried = random.Random(1), 0
     for seed in range(60):
@@ -320,6 +321,7 @@ def whole(program: fxpart.Program, slow: bool) -> dict[str, StageMeasurement]:
     return found
 
 
+@pytest.mark.slow
 def test_the_simulation_is_that_of_the_schedule(tmp_path: Path) -> None:
     """What the plan says is the step of its own stages, with its own hosts."""
     path = tmp_path / "model.profile"

@@ -17,6 +17,8 @@ from fxpart.plan.model import Plan
 from fxpart.plan.schedule import plan_schedule
 from fxpart.planner.prediction.stage_replicas import StageReplicas, plan_replicas
 
+pytestmark = pytest.mark.slow
+
 FAST, SLOW, HEAD = 1.0, 0.5, 1.0  # microbatches a second
 
 
@@ -126,14 +128,12 @@ def test_what_the_plan_says() -> None:
     assert Plan.loads(given.dumps()) == given
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("turns", [(0, 0, 1), (0, 1), (1, 0, 1, 0, 0)])
 def test_the_numbers_of_one_process(turns: tuple[int, ...], schedule: str) -> None:
     check(trained(plan(turns, schedule)))
 
 
-@pytest.mark.slow
 def test_verify_and_predict(tmp_path: Path) -> None:
     found = program(plan())
     assert found.verify(steps=2).passed
@@ -148,7 +148,6 @@ def test_verify_and_predict(tmp_path: Path) -> None:
     trainer.close()
 
 
-@pytest.mark.slow
 def test_an_unequal_plan_is_faster_where_a_rank_is_slow() -> None:
     """Two thirds of the work for the rank that is twice as fast."""
     assert plan((0, 0, 1)).prediction.step_seconds < plan((0, 1)).prediction.step_seconds
@@ -177,7 +176,6 @@ def _over_gloo(text: str) -> tuple[list[float], dict[str, object], float]:
     return losses, {name: value.tolist() for name, value in state.items()}, evaluated
 
 
-@pytest.mark.slow
 def test_over_gloo(pool: Pool) -> None:
     for losses, state, evaluated in pool.run(_over_gloo, plan().dumps(), ranks=3):
         check((losses, {name: torch.tensor(value) for name, value in state.items()}, evaluated))

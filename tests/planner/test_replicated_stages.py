@@ -134,6 +134,7 @@ def test_what_if_says_why_it_cannot_tell() -> None:
         choice_of(made.costed(), made.plan)
 
 
+@pytest.mark.slow
 def test_explain_shows_who_takes_what() -> None:
     """Copies of one stage on one row, with the seconds of a microbatch over their number."""
     text = explain(fed().plan)

@@ -119,6 +119,7 @@ def test_pieces_are_predicted_with_what_the_schedule_keeps() -> None:
         assert row.backward_seconds == pytest.approx(sum(b for _, b in row.pieces))
 
 
+@pytest.mark.slow
 def test_more_pieces_than_blocks_is_one_clear_error() -> None:
     with pytest.raises(FxpartError) as caught:
         compiled("interleaved", virtual=40)

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from itertools import product
 
+import pytest
+
 from fxpart import Cluster, Device, FxpartError, Link, costmodels
 from fxpart.cluster.link_index import LinkIndex
 from fxpart.planner.mesh_plan import find_even_count
@@ -62,6 +64,7 @@ def naive(cluster: Cluster, one: list[Device], other: list[Device]) -> tuple[flo
     return max(found.latency for _, found in pairs), min(rates)
 
 
+@pytest.mark.slow
 def test_links_between_groups_and_limits_are_those_of_every_pair() -> None:
     checked = 0
     for seed in range(250):

@@ -210,6 +210,7 @@ def test_problem_is_sound(case: Case) -> None:
         assert (weight.gradient > 0) == (weight.optimizer > 0) == real.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp"])
 def test_arguments_that_are_wrong(model: str) -> None:
     built = ZOO[model].build()
@@ -232,6 +233,7 @@ def test_arguments_that_are_wrong(model: str) -> None:
         price(graph, captured, apart, batch_size=8)
 
 
+@pytest.mark.slow
 def test_the_optimizer_decides_the_state() -> None:
     built = ZOO["mlp"].build()
     captured = capture(built.model, built.batch, loss=built.loss, batch_size=built.batch_size)
@@ -253,6 +255,7 @@ def test_the_optimizer_decides_the_state() -> None:
 # variants
 
 
+@pytest.mark.slow
 @given(st.integers(1, 300), st.integers(1, 8))
 @settings(max_examples=200, deadline=None)
 def test_splits_are_those_of_tensor_split(batch: int, stages: int) -> None:

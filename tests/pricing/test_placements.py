@@ -175,6 +175,7 @@ def whole_node(graph: fx.GraphModule, name: str) -> fx.Node:
     return next(n for n in graph.graph.nodes if n.name == name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "why"),
     [
@@ -273,6 +274,7 @@ def test_problems_are_deterministic_and_layers_share_tables() -> None:
     assert len(deeper.matrices) <= len(first.matrices) + 2
 
 
+@pytest.mark.slow
 def test_the_objective_counts_each_op_on_its_local_shapes() -> None:
     """All replicated: every op whole, no reshard, every parameter and gradient whole."""
     captured, graph = model("mlp")
@@ -302,6 +304,7 @@ def test_memory_falls_with_the_mesh() -> None:
     assert least[0] > 1.8 * least[1] > 3.2 * least[2]
 
 
+@pytest.mark.slow
 def test_certificates_hold_for_the_settled_choice() -> None:
     """Inputs are cut where rows are, and the certificate is that of what is returned."""
     captured, graph = model("layer")

@@ -78,6 +78,7 @@ def test_other_devices_have_no_process_in_their_memory() -> None:
     assert get_usable_bytes(device, model) == int(GIB * (1 - RESERVE))
 
 
+@pytest.mark.slow
 def test_plans_of_all_that_is_known_say_what_processes_take() -> None:
     """Those of stages that recompute, too."""
     built, model = (
@@ -122,6 +123,7 @@ def test_a_plan_says_what_its_processes_take_and_fits_with_them() -> None:
     assert caught.value.problems[0].code.startswith("FXP2")
 
 
+@pytest.mark.slow
 def test_without_measurements_a_plan_says_nothing_of_processes() -> None:
     for entry in _compiled(GIB, "auto").plan.prediction.ranks:
         assert entry.process == entry.allocator == entry.resident == 0

@@ -19,6 +19,8 @@ from fxpart.compiler.sparse_lookups import sparse_tables
 from fxpart.pricing.sparse_gradients import find_large_embedding_tables, touched_bytes
 from fxpart.pricing.weights import step_seconds, trained_names, weights
 
+pytestmark = pytest.mark.slow
+
 ROW = 4 * 4 + 8  # four numbers and their row's
 
 
@@ -29,7 +31,6 @@ def prepared(again: bool) -> Any:
     return PassManager(all_passes()).run(PREPARE, held.graph), held
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_rows_of_the_batch_are_counted(again: bool) -> None:
     graph, _ = prepared(again)
@@ -40,7 +41,6 @@ def test_rows_of_the_batch_are_counted(again: bool) -> None:
     assert find_large_embedding_tables(graph.graph) == ["bags.weight", "ids.weight"]
 
 
-@pytest.mark.slow
 def test_weights_have_the_real_optimizers_state() -> None:
     graph, held = prepared(False)
     choice = choose({"*.weight": torch.optim.SparseAdam, "*": "sgd"})
@@ -69,7 +69,6 @@ def test_a_large_table_costs_the_optimizer_no_more_than_its_rows() -> None:
     assert seconds(100) < seconds(1_000) < seconds(10**7), "fewer rows are asked for twice"
 
 
-@pytest.mark.slow
 def test_what_is_sent_is_priced_by_ids_and_rows() -> None:
     """Ids of eight bytes there, rows of 16 back, and gradients of 16."""
     cuts = (("input:*", "dp:S(0)"), ("bags.weight", "dp:S(0)"), ("ids.weight", "dp:S(0)"))

@@ -94,6 +94,7 @@ def held(
     return run_trials(asking, 1), kept
 
 
+@pytest.mark.slow
 def test_the_closest_are_compared_in_turns(
     monkeypatch: pytest.MonkeyPatch, plans: dict[int, Plan]
 ) -> None:
@@ -109,6 +110,7 @@ def test_the_closest_are_compared_in_turns(
     assert two * four == pytest.approx(0.104 * 0.1)
 
 
+@pytest.mark.slow
 def test_no_more_play_than_memory_holds(
     monkeypatch: pytest.MonkeyPatch, plans: dict[int, Plan]
 ) -> None:

@@ -103,6 +103,7 @@ def test_nothing_is_measured_twice(name: str, tmp_path: Path) -> None:
             assert model.op(sizes[0].op(op), device, backward).source == "measured", node
 
 
+@pytest.mark.slow
 def test_repeated_layers_are_measured_once(tmp_path: Path) -> None:
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)))
     made = capture(layers, (torch.randn(4, 8), torch.randn(4, 8)), loss=nn.functional.mse_loss)
@@ -116,6 +117,7 @@ def test_repeated_layers_are_measured_once(tmp_path: Path) -> None:
         assert sum("linear" in key and "forward" in key for key in keys) == 2
 
 
+@pytest.mark.slow
 def test_no_time_leaves_everything(tmp_path: Path) -> None:
     with Profile(tmp_path / "a.profile", create=True) as profile:
         found = measure(prepared("mlp"), captured("mlp"), [rows("mlp")], profile,

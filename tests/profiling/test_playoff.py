@@ -19,6 +19,7 @@ def run(seconds: float) -> TrialRun:
     return TrialRun(seconds=timing, label="a", model="m", predicted=0.5, peaks=(7,))
 
 
+@pytest.mark.slow
 @given(st.lists(TIMES, min_size=2, max_size=4), st.lists(TIMES, min_size=3, max_size=7), st.data())
 def test_the_pace_of_a_round_does_not_count(
     true: list[float], paces: list[float], data: st.DataObject

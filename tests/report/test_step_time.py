@@ -70,6 +70,7 @@ def answers(program: Program) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else (pytest.mark.slow,)) for n in PLANS]
 )
@@ -96,6 +97,7 @@ def test_every_report_has_one_step_time(
         assert list(shown(" ".join(Page(html).words))) == [units.seconds(wanted)]
 
 
+@pytest.mark.slow
 def test_whatif_answers_for_a_chain() -> None:
     """The test above compares its step time."""
     assert answers(program_of("chain_layers"))

@@ -37,6 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_fit_averages_by_rows(layout: str, clip: float | None) -> None:
@@ -62,6 +63,7 @@ def test_ranks_without_labels_know_what_a_batch_weighs(pool: Pool, microbatches:
         assert loss < 1e-6 and state < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one rank", "pipeline", "zero 2"])
 def test_steps_and_backwards_average_alike(layout: str) -> None:
     """step(accumulate=True), and backward and update by hand, over tied parameters."""
@@ -80,6 +82,7 @@ def test_steps_and_backwards_average_alike(layout: str) -> None:
         assert plain.off(by_hand.state_dict()) < 1e-6
 
 
+@pytest.mark.slow
 def test_sparse_gradients_are_averaged() -> None:
     loss, model = nn.CrossEntropyLoss(), seeded(partial(Tagger, sparse=True, tied=False))
     plain_sgd = partial(torch.optim.SGD, lr=0.5)
@@ -91,6 +94,7 @@ def test_sparse_gradients_are_averaged() -> None:
     assert plain.off(made.state_dict()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pipeline", "data"])
 def test_one_batch_to_an_update_keeps_every_bit(layout: str) -> None:
     """After groups of several batches as well."""
@@ -104,6 +108,7 @@ def test_one_batch_to_an_update_keeps_every_bit(layout: str) -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.slow
 def test_a_dropped_batch_does_not_count() -> None:
     """Neither do batches that were accumulated before zero_grad, nor a refused one."""
     loss, model = nn.MSELoss(), seeded(dense)
@@ -122,6 +127,7 @@ def test_a_dropped_batch_does_not_count() -> None:
     assert plain.off(made.state_dict()) < 1e-6
 
 
+@pytest.mark.slow
 def test_accumulation_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
     """One between two batches of an update is refused; a resumed run accumulates as before."""
     loss, model = nn.MSELoss(), seeded(dense)
@@ -140,6 +146,7 @@ def test_accumulation_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
     assert plain.off(resumed.state_dict()) < 1e-6
 
 
+@pytest.mark.slow
 def test_asynchronous_trainers_refuse_to_accumulate() -> None:
     model, loss = seeded(dense), nn.MSELoss()
     for constraints in ({"mode": "async", "stages": 2}, {"mode": "queue", "stages": 2}):
@@ -165,6 +172,7 @@ def test_weights_are_relative_to_the_first_batch() -> None:
     assert waiting.factor(7.0) == 1.0 and waiting.total == 0.0
 
 
+@pytest.mark.slow
 def test_optimizer_state_sees_the_mean() -> None:
     """An optimizer that is not invariant to the scale of gradients, with weight decay."""
     adamw = partial(torch.optim.AdamW, lr=0.01, eps=1e-2, weight_decay=0.1)

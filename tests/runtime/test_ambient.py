@@ -172,6 +172,7 @@ HONORED: dict[str, Context] = {
 }
 
 
+@pytest.mark.slow
 @every_layout
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_around_a_step_before_anything_changes(name: str, layout: str) -> None:
@@ -187,6 +188,7 @@ def test_refused_around_a_step_before_anything_changes(name: str, layout: str) -
     assert off(trainer.state_dict(), plain(network(), 2, torch.enable_grad)) < 1e-6
 
 
+@pytest.mark.slow
 @every_layout
 @pytest.mark.parametrize("name", HONORED)
 @pytest.mark.filterwarnings("ignore")
@@ -200,6 +202,7 @@ def test_honored_around_a_step(name: str, layout: str) -> None:
     assert off(trainer.state_dict(), wanted) < 1e-6
 
 
+@pytest.mark.slow
 @every_layout
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 def test_no_gradients_around_all_that_needs_none(around: Context, layout: str) -> None:
@@ -221,6 +224,7 @@ def test_no_gradients_around_all_that_needs_none(around: Context, layout: str) -
     assert off(trainer.state_dict(), plain(network(), 2, torch.enable_grad)) < 1e-6
 
 
+@pytest.mark.slow
 @every_layout
 def test_autocast_of_the_programs_own_precision(layout: str) -> None:
     """The program has the conversions already: the region changes nothing."""
@@ -246,6 +250,7 @@ def test_refused_around_compile(name: str) -> None:
     assert caught.value.problems[0].where == "fxpart.compile"
 
 
+@pytest.mark.slow
 def test_autocast_around_compile_and_replan_of_that_precision() -> None:
     with REFUSED["autocast in bfloat16"]():
         made = compiled("pipeline", precision="bf16")
@@ -258,11 +263,12 @@ def test_autocast_around_compile_and_replan_of_that_precision() -> None:
     assert off(trainer.state_dict(), wanted.state_dict()) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_default_dtype_is_that_of_compile() -> None:
+    compiled_before = program("pipeline")
     with default_dtype(torch.float64):
-        trainer = program("pipeline")
         with pytest.raises(FxpartError, match="was float32 when the program"):
-            trainer.trainer(sgd)
+            compiled_before.trainer(sgd)
 
 
 def test_a_model_made_in_inference_mode_is_refused() -> None:
@@ -273,6 +279,7 @@ def test_a_model_made_in_inference_mode_is_refused() -> None:
     assert caught.value.code == "FXP116" and caught.value.problems[0].where == "0.weight"
 
 
+@pytest.mark.slow
 @every_layout
 def test_anomaly_detection_finds_what_it_finds_in_a_module(layout: str) -> None:
     class Root(nn.Module):
@@ -288,6 +295,7 @@ def test_anomaly_detection_finds_what_it_finds_in_a_module(layout: str) -> None:
     assert off(trainer.state_dict(), before) == 0
 
 
+@pytest.mark.slow
 @every_layout
 def test_denormal_numbers_are_flushed_in_every_thread(layout: str) -> None:
     if not torch.set_flush_denormal(True):
@@ -323,6 +331,7 @@ MODES_OF_MODULES: dict[str, Callable[[nn.Sequential], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pipeline", "replicas"])
 @pytest.mark.parametrize("name", MODES_OF_MODULES)
 @pytest.mark.filterwarnings("ignore:the model is in evaluation mode")
@@ -337,6 +346,7 @@ def test_modules_train_in_the_mode_that_they_are_in(name: str, layout: str) -> N
     assert off(trainer.state_dict(), wanted) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [lambda m: m.eval(), lambda m: m[1].eval(), lambda m: m[2].eval()]
 )
@@ -352,6 +362,7 @@ def test_modes_of_modules_changed_after_compile(change: Callable[[Any], object])
     trainer.step(batch())
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_a_module_has_modes_too() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
@@ -370,6 +381,7 @@ def test_a_loss_that_is_a_module_has_modes_too() -> None:
         trainer.step(batch())
 
 
+@pytest.mark.slow
 def test_a_model_in_evaluation_mode_is_noticed() -> None:
     with pytest.warns(UserWarning, match="the model is in evaluation mode"):
         compiled("pipeline", normalized().eval())
@@ -378,6 +390,7 @@ def test_a_model_in_evaluation_mode_is_noticed() -> None:
 # -- the tables ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_asynchronous_trainer_refuses_the_same() -> None:
     made = fxpart.compile(
         network(), "local:2", example_inputs=batch(), loss=nn.MSELoss(), microbatches=1,

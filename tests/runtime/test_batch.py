@@ -39,6 +39,7 @@ def tensor(
     )
 
 
+@pytest.mark.slow
 @given(rows=st.integers(1, 40), microbatches=st.integers(1, 12), dim=st.integers(0, 2))
 def test_pieces_are_those_of_tensor_split(rows: int, microbatches: int, dim: int) -> None:
     shape: list[Dim] = [2, 3, 4]

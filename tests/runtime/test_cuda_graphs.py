@@ -91,6 +91,7 @@ def graphs_of(trainer: Any) -> list[GraphedForward]:
     return [vars(m)["forward"] for m in modules]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_same_numbers(recorded: None, stages: int, schedule: str) -> None:
@@ -105,6 +106,7 @@ def test_the_same_numbers(recorded: None, stages: int, schedule: str) -> None:
     assert [len(g.recordings) for g in graphs_of(trainer)] == flight
 
 
+@pytest.mark.slow
 def test_buffers_change_as_often_as_microbatches_run(recorded: None) -> None:
     program = compiled(stages=1, norm=True)
     optimizer = partial(torch.optim.SGD, lr=0.1)
@@ -161,6 +163,7 @@ def test_a_stage_that_reads_a_value_on_the_host_is_refused() -> None:
     assert "FXP109" in str(found.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "trainer", "why"),
     [
@@ -178,6 +181,7 @@ def test_what_is_refused(options: dict[str, Any], trainer: dict[str, Any], why: 
     assert {p.code for p in found.value.problems} == {"FXP109"}
 
 
+@pytest.mark.slow
 def test_all_reasons_at_once() -> None:
     program = compiled(dropout=0.1)
     with pytest.raises(FxpartError) as found:
@@ -186,6 +190,7 @@ def test_all_reasons_at_once() -> None:
     assert cuda_graphs.WARM_UP > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "queue", "stages": 1}])
 def test_trainers_with_versions_of_weights_refuse(recorded: None, options: dict[str, Any]) -> None:
     with pytest.raises(FxpartError, match="does not support CUDA graphs"):

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import fxpart
 
+pytestmark = pytest.mark.slow
+
 CLASSES = 5
 Batch = dict[str, torch.Tensor]
 

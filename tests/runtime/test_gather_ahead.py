@@ -56,6 +56,7 @@ def trained(ahead: int, microbatches: int = 2) -> list[Any]:
     return [losses, float(trainer.eval_step(batch())), weights]
 
 
+@pytest.mark.slow
 def test_the_program_names_the_gathers_of_each_block() -> None:
     found = program().sources[0]
     lines = [line.strip() for line in found.splitlines()]
@@ -95,6 +96,7 @@ def recorded(ahead: int) -> str:
     return "".join(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ahead", "forward", "backward"),
     [
@@ -125,6 +127,7 @@ def test_reductions_end_behind_the_next_blocks() -> None:
     assert parameter.grad is not None and parameter.grad.tolist() == [float(sum(ended))] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [1, 2, 9])
 def test_the_same_numbers(ahead: int) -> None:
     assert trained(ahead) == trained(0)

@@ -186,6 +186,7 @@ def scheduled(name: str, frozen: bool) -> tuple[list[float], Any]:
     return rates, bits(made.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_are_those_of_one_process(name: str) -> None:
     whole = Whole(language(tied=False), SGD)

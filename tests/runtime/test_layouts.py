@@ -106,6 +106,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_alone_change_no_bit(name: str, stages: int) -> None:

@@ -54,6 +54,7 @@ PAIRS: dict[str, tuple[Any, float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_replicas(name: str, zero: int) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 
 from fxpart.errors import FxpartError
 
+pytestmark = pytest.mark.slow
+
 ADAM = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3)
 
 

@@ -58,6 +58,7 @@ def test_every_schedule_on_eight_ranks(schedule: str, microbatches: int, mode: s
     assert found == [expected(schedule, 8, microbatches)] * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_asynchronous(stages: int, mode: str) -> None:
@@ -126,6 +127,7 @@ def routes(rank: int, operations: Sequence[Operation | Wait]) -> list[tuple[Rout
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("schedule", TRAINING)
 def test_the_proof_is_about_what_the_runtime_does(schedule: str, ahead: int) -> None:

@@ -14,6 +14,8 @@ from torch import nn
 
 from fxpart.errors import FxpartError
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -75,7 +77,6 @@ def test_an_instance_trains_on(name: str, before: int) -> None:
     compare(INSTANCES[name], "stages", before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "stages"])
 @pytest.mark.parametrize("name", ["two rates", "momentum", "tensor rate", "biases"])
 def test_state_is_divided_as_parameters_are(name: str, layout: str) -> None:

@@ -21,6 +21,8 @@ from torch import nn
 
 from fxpart.errors import FxpartError
 
+pytestmark = pytest.mark.slow
+
 # For each optimizer the layouts in which it is right; it is refused in the others.
 RIGHT: dict[Any, tuple[str, ...]] = {
     GlobalNorm: ("replicas",),

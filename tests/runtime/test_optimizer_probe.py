@@ -200,6 +200,7 @@ def right_or_refused(
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_what_needs_whole_rows(rule: Rule, layout: str) -> None:
@@ -208,6 +209,7 @@ def test_what_needs_whole_rows(rule: Rule, layout: str) -> None:
     assert found == expected or (layout == "tensor" and not found)  # which is then right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "stages"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_convolutions(rule: Rule, layout: str) -> None:
@@ -215,11 +217,13 @@ def test_convolutions(rule: Rule, layout: str) -> None:
     assert right_or_refused(partial(Ruled, rule=rule), LAYOUTS[layout], "convolutions") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_one_rank_is_right(rule: Rule) -> None:
     assert right_or_refused(partial(Ruled, rule=rule), ONE) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["attribute", "group", "state"])
 @pytest.mark.parametrize(
     "when",
@@ -232,6 +236,7 @@ def test_a_rule_that_begins_late(when: Callable[[int], bool], where: str) -> Non
     assert right_or_refused(make, LAYOUTS["stages"]) == "FXP115"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0.3, 5.0, 30.0, 300.0])
 def test_a_limit_to_all_gradients(limit: float) -> None:
     make = partial(Skips, weight_decay=limit)
@@ -240,6 +245,7 @@ def test_a_limit_to_all_gradients(limit: float) -> None:
     assert right_or_refused(make, LAYOUTS["replicas"]) == ""
 
 
+@pytest.mark.slow
 def test_nothing_is_known_of_what_moves_nothing() -> None:
     assert right_or_refused(partial(Idle, lr=0.1), LAYOUTS["zero1"]) == "FXP109"
     assert right_or_refused(partial(Idle, lr=0.1), LAYOUTS["replicas"]) == ""
@@ -266,6 +272,7 @@ ELEMENTWISE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", ELEMENTWISE, ids=lambda make: make.func.__name__)
 def test_number_by_number_is_accepted_everywhere(make: Any) -> None:
     for layout in ("zero1", "zero3", "tensor", "stages"):

@@ -16,6 +16,8 @@ from torch.optim import lr_scheduler as rates
 
 from fxpart.errors import FxpartError
 
+pytestmark = pytest.mark.slow
+
 
 def warmed(optimizer: torch.optim.Optimizer) -> Any:
     """A warm-up that begins at a hundredth, then another schedule."""

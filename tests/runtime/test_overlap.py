@@ -98,6 +98,7 @@ def stage(comm: Communicator, sizes: list[int]) -> tuple[list[nn.Parameter], Sta
     return parameters, StageGradientReducer(comm, make_buckets(made), ReductionQueue())
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.data())
 def test_lanes_whose_gradients_come_in_other_orders(data: st.DataObject) -> None:
@@ -197,6 +198,7 @@ def test_sums_keep_the_layout_of_gradients() -> None:
     assert all(InProcessHub(Mesh.parse("dp=2"), timeout=20).run(mesh_rank))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_buckets_hold_each_gradient_once_in_order(data: st.DataObject) -> None:

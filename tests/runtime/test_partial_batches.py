@@ -37,6 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_and_evaluation_are_those_of_the_smaller_batch(layout: str) -> None:
     """From more rows than were compiled for down to one: losses, weights and outputs."""
@@ -57,6 +58,7 @@ def test_every_rank_refuses_over_gloo(pool: Pool) -> None:
     assert pool.run(refused, 3, ranks=2) == [["FXP114"] * 2] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_dropout_draws_what_one_rank_draws(rows: int) -> None:
     """Masks are repeated with their rows, so that each row has one mask."""
@@ -101,6 +103,7 @@ COUPLED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", COUPLED)
 def test_objectives_that_depend_on_the_number_of_rows_are_refused(kind: str) -> None:
     """On every rank, before anything changes; batches that divide go on as before."""
@@ -117,6 +120,7 @@ def test_objectives_that_depend_on_the_number_of_rows_are_refused(kind: str) -> 
     assert plain.off(made.state_dict()) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_running_statistics_of_repeated_rows_are_refused(rows: int) -> None:
     """In training; evaluation uses the statistics and does not change them."""
@@ -171,6 +175,7 @@ HIDDEN_SUMS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HIDDEN_SUMS)
 def test_what_is_not_proved_is_refused(kind: str) -> None:
     """Whatever the numbers of the first batch are."""
@@ -184,6 +189,7 @@ def test_what_is_not_proved_is_refused(kind: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_gradients_that_depend_on_the_number_of_rows_are_refused() -> None:
     made = trainer(seeded(Straight), dense_batch(8), nn.MSELoss(), {"mesh": "dp=2"}, microbatches=1)
     with pytest.raises(FxpartError, match="FXP114"):
@@ -210,6 +216,7 @@ def guarded(found: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (each * mask).sum() / (mask.sum() + 1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [valid, masked, guarded], ids=lambda made: made.__name__)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_sums_over_counted_tokens_may_be_repeated(loss: Any, microbatches: int) -> None:
@@ -223,6 +230,7 @@ def test_sums_over_counted_tokens_may_be_repeated(loss: Any, microbatches: int) 
     assert plain.off(made.state_dict()) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_divisor_that_does_not_grow_as_rows_do_is_refused() -> None:
     def bounded(found: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         mask = (labels > 3).float()
@@ -234,6 +242,7 @@ def test_a_divisor_that_does_not_grow_as_rows_do_is_refused() -> None:
         made.step(tagger_batch(5))
 
 
+@pytest.mark.slow
 def test_pairs_of_rows_cannot_be_repeated() -> None:
     """An input with the rows in two dims, such as a mask of pairs."""
 
@@ -252,6 +261,7 @@ def test_pairs_of_rows_cannot_be_repeated() -> None:
         made.step((torch.randn(3, 4), torch.eye(3), torch.randn(3, 3)))
 
 
+@pytest.mark.slow
 def test_accumulation_and_clipping_with_a_smaller_batch() -> None:
     loss, model = nn.CrossEntropyLoss(), seeded(Tagger)
     batches = [tagger_batch(count, seed) for seed, count in enumerate((8, 3, 8, 1))]
@@ -265,6 +275,7 @@ def test_accumulation_and_clipping_with_a_smaller_batch() -> None:
     assert plain.off(made.state_dict()) < 1e-6
 
 
+@pytest.mark.slow
 def test_metrics_get_each_row_once() -> None:
     model, loss = seeded(dense), nn.MSELoss()
     made = trainer(model, dense_batch(8), loss, {"mesh": "dp=4"})
@@ -286,6 +297,7 @@ def test_metrics_get_each_row_once() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["naive", "stash"])
 def test_asynchronous_data_parallel_stages(weights: str) -> None:
     """Stages that update by themselves; the rows of one replica alone and of two are the same."""
@@ -302,6 +314,7 @@ def test_asynchronous_data_parallel_stages(weights: str) -> None:
         assert torch.allclose(states[1][name], value, atol=1e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["turns", "queue"])
 def test_replicated_stages(mode: str) -> None:
     """Fewer rows than there are replicas of a stage."""
@@ -319,6 +332,7 @@ def test_replicated_stages(mode: str) -> None:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_fixed_microbatch_size_refuses_what_is_no_multiple(microbatches: int) -> None:
     """And of one microbatch all other sizes."""

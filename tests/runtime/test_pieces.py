@@ -41,6 +41,7 @@ def layouts(draw: st.DrawFn) -> ShardLayout:
     return ShardLayout(shape, tuple(placements), mesh)
 
 
+@pytest.mark.slow
 @given(layouts(), st.booleans())
 def test_parts_are_what_the_indices_say(pieces: ShardLayout, flat: bool) -> None:
     """Taken out, they are the mesh rank's elements; put in, the sources set each element once."""

@@ -118,6 +118,7 @@ def test_an_exported_plan_on_any_ranks_over_gloo(
     assert compare(made, choose("adamw").make, given, as_seen(first)).passed
 
 
+@pytest.mark.slow
 def test_each_rank_has_the_program_of_its_stage(tmp_path: Path) -> None:
     table = ((3, 0), (1, 2))
     made = program("dp=2", table)

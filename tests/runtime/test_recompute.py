@@ -128,6 +128,7 @@ def test_an_input_that_is_changed_later_is_refused() -> None:
         out.sum().backward()
 
 
+@pytest.mark.slow
 def test_memory_between_forward_and_backward() -> None:
     """Full keeps the input alone; selective more than that, and less than everything.
 

@@ -128,6 +128,7 @@ class Watched(InProcess):
         return super().send(source, target, channel, tensor)
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits; no message is larger than a bucket, which the embedding (352 bytes) is."""
     once, often = Watched(5), Watched(5)
@@ -156,6 +157,7 @@ def test_over_gloo(pool: Pool, counts: tuple[int, ...]) -> None:
         check(found, alone())
 
 
+@pytest.mark.slow
 def test_every_copy_is_fed_by_every_copy() -> None:
     spec = replicate_stages(program(2).spec, ((0, 1), (0, 1, 2)))
     assert spec.replicas == ((0, 1), (2, 3, 4))

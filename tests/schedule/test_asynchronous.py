@@ -53,6 +53,7 @@ def test_bubbles_and_gain(stages: int, every: int) -> None:
     assert async_speedup(stages, every, 10**6) == pytest.approx(bound, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_updates_take_their_time_in_both() -> None:
     """With an update of u seconds a step: (M + K - 1) t + u against M t + u of the stage."""
     stages, every, update = 4, 4, 2.0

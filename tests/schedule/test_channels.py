@@ -77,6 +77,7 @@ def test_every_schedule(name: str, ranks: int, microbatches: int) -> None:
         assert not find_channel_problems(schedule, dependence, assign=assign)
 
 
+@pytest.mark.slow
 @given(cases(max_stages=6, max_microbatches=6), st.sampled_from([0, 1, 2, 5]))
 @settings(max_examples=60, deadline=None)
 def test_random_stage_graphs(case: Case, ahead: int) -> None:

@@ -100,6 +100,7 @@ def test_three_slow_ones_keep_up_with_two(microbatches: int) -> None:
     assert found.in_flight == (*[microbatches // 2] * 2, *[microbatches // 3] * 3)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 9), st.integers(1, 4))
 def test_turns_begin_anew_with_each_step(microbatches: int, steps: int) -> None:
     """7 microbatches of 2 copies: the second step's first is the first copy's again."""

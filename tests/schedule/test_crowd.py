@@ -154,6 +154,7 @@ def test_no_work_is_lost(case: crowd_oracle.Case) -> None:
         assert work == pytest.approx(wanted, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.slow
 @given(cases(), st.data())
 @settings(max_examples=60, deadline=None)
 def test_who_is_never_slowed_down_runs_as_without_a_crowd(case: Case, data: st.DataObject) -> None:

@@ -44,6 +44,7 @@ def test_every_gradient_once(shape: Queues, count: int, seed: int, data: st.Data
             assert most <= shape.limits[copy] + 1 + lost
 
 
+@pytest.mark.slow
 @given(shapes(), st.integers(0, 2), st.integers(0, 2**32))
 def test_a_group_without_copies_ends_it(shape: Queues, staleness: int, seed: int) -> None:
     found = Rehearsal(shape, [staleness] * len(shape.groups), 4, 3, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from random_schedules import Case, cases
 
@@ -14,6 +15,7 @@ from fxpart.schedule.simulate import simulate
 from fxpart.schedule.text import draw
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(max_examples=60, deadline=None)
 def test_the_picture_is_the_simulation(case: Case) -> None:

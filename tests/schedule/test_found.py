@@ -16,6 +16,7 @@ from fxpart.schedule.plan_actions import format_plan_actions, parse_plan_actions
 from fxpart.schedule.verify import check
 
 
+@pytest.mark.slow
 @given(cases(), st.data())
 @settings(max_examples=30, deadline=None)
 def test_what_is_written_reads_back_and_may_be_cut_short(case: Case, data: st.DataObject) -> None:

@@ -49,6 +49,7 @@ def test_any_costs_give_a_safe_order(case: Case, data: st.DataObject) -> None:
     assert computations == case.schedule.ranks
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(max_examples=60, deadline=None)
 def test_transfers_are_counted_by_the_edges(case: Case) -> None:
@@ -69,6 +70,7 @@ def test_transfers_are_counted_by_the_edges(case: Case) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(max_examples=60, deadline=None)
 def test_both_sides_see_one_order(case: Case) -> None:
@@ -88,6 +90,7 @@ def test_both_sides_see_one_order(case: Case) -> None:
             assert orders[0] == orders[1]
 
 
+@pytest.mark.slow
 @given(cases())
 @settings(max_examples=60, deadline=None)
 def test_a_send_comes_before_the_next_computation(case: Case) -> None:

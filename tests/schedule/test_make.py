@@ -15,6 +15,7 @@ from fxpart.schedule.lower import lower
 from fxpart.schedule.make import make
 
 
+@pytest.mark.slow
 @given(
     st.data(),
     st.integers(1, 6),

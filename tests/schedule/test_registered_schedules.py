@@ -93,6 +93,7 @@ def test_registered_schedule_is_built_and_proved(registered: ScheduleSpec) -> No
     assert list(SCHEDULES)[-1] == NAME and list(SCHEDULES)[:-1] == list(SCHEDULES.builtin)
 
 
+@pytest.mark.slow
 def test_registered_schedule_is_planned_and_trains_exactly(registered: ScheduleSpec) -> None:
     program = compiled(constraints={"mesh": "none", "stages": 2, "schedule": NAME})
     plan = program.plan
@@ -103,6 +104,7 @@ def test_registered_schedule_is_planned_and_trains_exactly(registered: ScheduleS
     assert program.verify(steps=2).exact
 
 
+@pytest.mark.slow
 def test_registered_schedule_competes_with_others(registered: ScheduleSpec) -> None:
     wishes = {"mesh": "none", "stages": 2, "schedule": f"{NAME},1f1b"}
     found = compiled(constraints=wishes).plan
@@ -110,6 +112,7 @@ def test_registered_schedule_competes_with_others(registered: ScheduleSpec) -> N
     assert found.prediction.expected_seconds <= alone.prediction.expected_seconds
 
 
+@pytest.mark.slow
 def test_plan_of_a_schedule_that_is_not_registered(registered: ScheduleSpec) -> None:
     plan = compiled(constraints={"mesh": "none", "stages": 2, "schedule": NAME}).plan
     text = plan.dumps()
@@ -147,6 +150,7 @@ def test_only_a_spec_is_registered() -> None:
         register_schedule(lambda ranks, microbatches: None)  # type: ignore[arg-type, return-value]
 
 
+@pytest.mark.slow
 def test_registered_weight_mode_is_planned_and_trained() -> None:
     mode = WeightMode("mean-v2", look_forward="staleness", rule="decaying", forward_reads="ahead")
     register_weight_mode(mode)

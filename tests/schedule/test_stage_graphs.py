@@ -79,6 +79,7 @@ def test_four_branches_take_what_was_predicted(
     assert simulated(problem, found.choice) == pytest.approx(wanted)
 
 
+@pytest.mark.slow
 def test_eight_branches_take_what_was_predicted() -> None:
     """138 with stages that hold pieces of two branches (four such pairs, then the trunk)."""
     stage_of = [0] * 32

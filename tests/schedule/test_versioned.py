@@ -61,6 +61,7 @@ def test_every_mode_is_proved(
     assert len(check(bare, edges, weights=mode, every=every)) == 2 * stages * count
 
 
+@pytest.mark.slow
 def test_damaged_versions_are_caught() -> None:
     source = random.Random(1)
     for mode in STREAMED:

@@ -41,6 +41,7 @@ def least_lacking(problem: PartitionProblem) -> int:
     )
 
 
+@pytest.mark.slow
 def test_the_memory_offered_is_the_least_that_is_enough() -> None:
     for problem in infeasible(15):
         more, choice = extra_memory(problem, inf)
@@ -49,6 +50,7 @@ def test_the_memory_offered_is_the_least_that_is_enough() -> None:
         assert least_lacking(problem) <= more <= least_lacking(problem) + step
 
 
+@pytest.mark.slow
 def test_the_stages_offered_are_the_fewest_that_are_enough() -> None:
     offered = 0
     for problem in infeasible(15):

@@ -66,6 +66,7 @@ def again(problem: PartitionProblem, choice: PartitionChoice) -> tuple[float, bo
     return sum(time) + max((m - 1) * t + f for t, f in zip(time, load, strict=True)), fits
 
 
+@pytest.mark.slow
 def test_agrees_with_a_second_implementation() -> None:
     seen = {True: 0, False: 0}
     for seed in range(150):

@@ -116,6 +116,7 @@ def test_elimination_without_a_limit_is_the_optimum(seed: int, form: Form) -> No
     assert close(found.bound, found.seconds)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.sampled_from(("chain", "tree")), TIGHT)
 def test_on_trees_the_bound_is_that_of_the_linear_relaxation(
@@ -128,6 +129,7 @@ def test_on_trees_the_bound_is_that_of_the_linear_relaxation(
     assert close(bound.seconds, relaxed)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), FORMS, TIGHT)
 def test_the_bound_is_never_below_that_of_the_linear_relaxation(
@@ -235,6 +237,7 @@ def test_wide_graphs_go_to_highs() -> None:
     assert elimination.bound <= 36.0 <= elimination.seconds < inf
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), FORMS, TIGHT)
 def test_descent_keeps_the_budget_and_never_gets_worse(seed: int, form: Form, tight: float) -> None:

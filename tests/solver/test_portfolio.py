@@ -85,6 +85,7 @@ def test_candidates_are_the_choice_and_the_best_of_other_kinds() -> None:
         assert time_found == pytest.approx(solve(alone).objective, rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["dp", "cp-sat", "brute"])
 def test_the_same_bytes_twice(solver: str) -> None:
     for seed in range(8):
@@ -119,6 +120,7 @@ def test_the_same_bytes_in_another_process() -> None:
     assert len(runs[0]) > 1000
 
 
+@pytest.mark.slow
 def test_torch_and_or_tools_stay_out() -> None:
     code = (
         "import sys; from fxpart.solver.portfolio import solve;"

@@ -43,6 +43,7 @@ def enumerate_modes(problem: PartitionProblem) -> float:
     return best
 
 
+@pytest.mark.slow
 def test_the_search_equals_enumeration_of_all_modes() -> None:
     used = set()
     for seed in SEEDS:
@@ -58,6 +59,7 @@ def test_the_search_equals_enumeration_of_all_modes() -> None:
     assert used == {"none", "selective", "full"}
 
 
+@pytest.mark.slow
 def test_more_modes_are_never_slower() -> None:
     faster = 0
     for seed in SEEDS:
@@ -157,6 +159,7 @@ def test_cp_sat_refuses_recomputation() -> None:
     assert caught.value.code == "FXP109"
 
 
+@pytest.mark.slow
 def test_an_infeasible_problem_is_explained_by_the_smallest_mode() -> None:
     explained = 0
     for seed in SEEDS:

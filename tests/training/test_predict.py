@@ -236,6 +236,7 @@ def rows_of_tokens(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(scores.transpose(1, 2), labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "mesh", "stages"),
     [(tokens, "none", 1), (tokens, "dp=2", 2), (rows_of_tokens, "dp=2", 1), (tokens, "none", 2)],
@@ -267,6 +268,7 @@ class LabelsFirst(nn.Module):
         return {"loss": tokens(scores, labels), "scores": scores}
 
 
+@pytest.mark.slow
 def test_sizes_are_read_from_inputs_that_outputs_need() -> None:
     model = LabelsFirst()
     labels, x = torch.randint(0, 5, (8, 6)), torch.randn(8, 6, 4)

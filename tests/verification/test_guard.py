@@ -11,6 +11,8 @@ from torch import nn
 import fxpart
 from fxpart.errors import FxpartError
 
+pytestmark = pytest.mark.slow
+
 BATCH = torch.ones(4, 3) * torch.arange(1, 5).reshape(4, 1) / 4, torch.tensor([0, 1, 1, 0])
 SCALE = 1.0
 

@@ -62,6 +62,7 @@ def test_a_hook_is_refused_by_name(name: str) -> None:
     assert caught.value.code == ("FXP108" if name.startswith("module") else "FXP113")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bias", "last weight", "accumulated"])
 def test_the_comparison_alone_finds_a_hook(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxpart.planner.prepared_model.refuse_gradient_hooks", lambda *_: None)
@@ -73,6 +74,7 @@ def test_the_comparison_alone_finds_a_hook(name: str, monkeypatch: pytest.Monkey
     assert caught.value.code == "FXP113" and "gradient" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False], ids=["before the trainer", "after it"])
 @pytest.mark.parametrize("name", ["bias", "accumulated"])
 def test_a_hook_that_is_added_later_is_refused(name: str, before: bool) -> None:
@@ -88,6 +90,7 @@ def test_a_hook_that_is_added_later_is_refused(name: str, before: bool) -> None:
         trainer.step(BATCH)
 
 
+@pytest.mark.slow
 def test_a_hook_that_was_removed_is_no_hook() -> None:
     module = model()
     HOOKS["bias"](module).remove()  # type: ignore[attr-defined]

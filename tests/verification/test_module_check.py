@@ -273,6 +273,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
 def test_a_module_that_differs_is_refused(kind: type[Base]) -> None:
     with pytest.raises(FxpartError) as caught:
@@ -280,6 +281,7 @@ def test_a_module_that_differs_is_refused(kind: type[Base]) -> None:
     assert caught.value.code in CODES.get(kind, ("FXP113",)), str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
 def test_a_module_that_is_captured_right_trains_as_in_one_process(kind: type[Base]) -> None:
     model = made(kind)
@@ -301,12 +303,14 @@ def test_a_module_that_is_captured_right_trains_as_in_one_process(kind: type[Bas
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_error_names_the_line_that_reads_the_counter() -> None:
     with pytest.raises(FxpartError) as caught:
         compiled(made(LateWarmUp))
     assert "self.step > 10_000" in str(caught.value) and "test_module_check.py" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_error_names_the_line_that_draws() -> None:
     with pytest.raises(FxpartError) as caught:
         compiled(made(SeldomDropped))
@@ -326,6 +330,7 @@ class ClockSchedule(Base):
         return hidden * 2 if time.time() - self.start > 3600 else hidden
 
 
+@pytest.mark.slow
 def test_everything_is_restored() -> None:
     model = made(AssignedBuffer)
     model.notes = {"list": [1, 2], "tensor": torch.ones(2)}  # type: ignore[assignment]
@@ -343,6 +348,7 @@ def test_everything_is_restored() -> None:
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", ["auto", "on"])
 def test_a_model_without_data_is_skipped_or_refused(check: str) -> None:
     with torch.device("meta"):
@@ -366,16 +372,19 @@ def test_check_off_is_recorded_and_explained() -> None:
         compiled(made(Base), check="maybe")
 
 
+@pytest.mark.slow
 def test_equal_requests_give_equal_plans() -> None:
     plans = {compiled(made(Base)).plan.dumps() for _ in range(2)}
     assert len(plans) == 1
 
 
+@pytest.mark.slow
 def test_verify_fails_where_the_module_differs() -> None:
     found = compiled(made(DictOfMeans), check="off").verify(3)
     assert not found.passed and found.eager_differences
 
 
+@pytest.mark.slow
 def test_partial_losses_are_looked_at() -> None:
     class Growing:
         def __init__(self) -> None:

@@ -19,6 +19,8 @@ import fxpart
 from fxpart.capture import request as capture_request
 from fxpart.errors import FxpartError
 
+pytestmark = pytest.mark.slow
+
 Switch = Callable[[pytest.MonkeyPatch], None]
 
 

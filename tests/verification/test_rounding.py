@@ -195,6 +195,7 @@ def test_small_faults_are_found(
     assert doubled
 
 
+@pytest.mark.slow
 def test_a_lost_microbatch_is_found(doubled: list[int]) -> None:
     """The second microbatch is the first once more."""
     half = ROWS // 2
@@ -203,6 +204,7 @@ def test_a_lost_microbatch_is_found(doubled: list[int]) -> None:
     assert doubled
 
 
+@pytest.mark.slow
 def test_another_mask_is_found(doubled: list[int]) -> None:
     """One process itself, but with the masks of another seed."""
     other = one(halved(), seed=halved().plan.seed + 1)
@@ -215,6 +217,7 @@ def test_another_mask_is_found(doubled: list[int]) -> None:
     assert doubled
 
 
+@pytest.mark.slow
 def test_a_large_distance_does_not_count(doubled: list[int]) -> None:
     """Float32 loses percents of this gradient; a fault of a percent is found all the same."""
     before, after = known(swallowed())

@@ -83,6 +83,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Sequential, Any], object], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_refused(name: str) -> None:
     model, loss, trainer = made()
@@ -96,6 +97,7 @@ def test_a_change_is_refused(name: str) -> None:
         assert (problem.code, problem.where) == ("FXP113", where)
 
 
+@pytest.mark.slow
 def test_the_forward_of_a_class_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, trainer = made()
     monkeypatch.setattr(Tanh, "forward", other_forward)
@@ -113,6 +115,7 @@ def hooked_everywhere() -> Iterator[None]:
         handle.remove()
 
 
+@pytest.mark.slow
 def test_hooks_of_all_modules_are_watched() -> None:
     _, _, trainer = made()
     with hooked_everywhere(), pytest.raises(FxpartError, match="all modules"):
@@ -120,6 +123,7 @@ def test_hooks_of_all_modules_are_watched() -> None:
     trainer.step(BATCH)
 
 
+@pytest.mark.slow
 def test_what_has_no_effect_is_allowed() -> None:
     model, _, trainer = made()
     old = model[1]

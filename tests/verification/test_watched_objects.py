@@ -225,6 +225,7 @@ def trainer_of(loss: Any, model: nn.Module | None = None) -> Any:
     return program.trainer(lambda p: torch.optim.SGD(p, lr=0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_is_refused(name: str) -> None:
     read, change, back = CASES[name]
@@ -243,6 +244,7 @@ def test_a_change_is_refused(name: str) -> None:
     trainer.step(BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 def test_keywords_of_a_partial_are_watched(inside: bool) -> None:
     loss = functools.partial(_scaled, beta=1.0)
@@ -268,6 +270,7 @@ class Model(nn.Module):
         return self.act(self.lin(x)) * self.scale * self.args.beta
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -286,6 +289,7 @@ def test_a_model_is_watched(change: Callable[[Model], None]) -> None:
         trainer.step(BATCH)
 
 
+@pytest.mark.slow
 def test_equal_values_may_be_replaced() -> None:
     model = Model(argparse.Namespace(beta=1.0))
     trainer = trainer_of(nn.functional.mse_loss, model)
@@ -319,6 +323,7 @@ def test_a_list_that_a_loop_empties_is_no_change() -> None:
         trainer.step(BATCH)
 
 
+@pytest.mark.slow
 def test_a_look_is_cheap() -> None:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)), nn.Linear(3, 2))
     trainer = trainer_of(reading(lambda: NAMESPACE.beta), model)

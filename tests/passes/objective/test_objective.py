@@ -27,6 +27,8 @@ from torch.nn import functional as F
 import fxpart
 from fxpart.training.trainer_factory import load_trainer
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "pipeline": {"mesh": "none", "stages": 2},
     "replicas": {"mesh": "dp=2", "stages": 1},
@@ -84,7 +86,6 @@ def test_a_graph_of_one_size_takes_larger_batches_in_pieces_only() -> None:
     assert refused.value.code == "FXP105"
 
 
-@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     names=st.lists(st.sampled_from(sorted(LOSSES)), min_size=1, max_size=3),

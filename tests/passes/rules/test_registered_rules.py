@@ -78,6 +78,7 @@ def test_an_unsound_rule_is_found() -> None:
         OP_RULES.unregister(NAME)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "annotation"), [("dp=2", ""), ("tp=2", "tp:S(1)"), ("tp=2", "tp:S(0)")]
 )
@@ -97,6 +98,7 @@ def test_sharded_training_gives_the_results_of_one_process(
     assert found.ranks == 2
 
 
+@pytest.mark.slow
 def test_without_a_rule_the_plan_says_so() -> None:
     """With more microbatches compile refuses: it does not know that the op keeps rows apart."""
     sharding = compiled("tp=2", microbatches=None).plan.sharding
@@ -105,6 +107,7 @@ def test_without_a_rule_the_plan_says_so() -> None:
         compiled("tp=2")
 
 
+@pytest.mark.slow
 def test_rule_coverage_of_the_command_line_knows_it(capsys: pytest.CaptureFixture[str]) -> None:
     target = "outside_op:make"
     try:
@@ -116,6 +119,7 @@ def test_rule_coverage_of_the_command_line_knows_it(capsys: pytest.CaptureFixtur
         OP_RULES.unregister(NAME)
 
 
+@pytest.mark.slow
 def test_an_installed_package_adds_a_rule(tmp_path: Path) -> None:
     info = tmp_path / "outside-1.0.dist-info"
     info.mkdir()

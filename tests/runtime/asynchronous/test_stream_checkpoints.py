@@ -39,6 +39,7 @@ def train(trainer: AsyncTrainer, first: int, last: int) -> None:
         trainer.step(batch(seed=seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("mode", ["stash", "naive", "2bw", "flush"])
 def test_a_checkpoint_counts_every_update(mode: str, stages: int, tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ def saved_twice(folder: str, stages: int, here: bool) -> list[Any]:
 EXPECTED = [["step-0000000005", "step-0000000008"], [True] * 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 def test_saving_goes_on_as_after_a_flush(stages: int, tmp_path: Path) -> None:
     assert saved_twice(str(tmp_path), stages, True) == EXPECTED

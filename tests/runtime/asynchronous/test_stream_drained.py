@@ -38,6 +38,7 @@ def both(
 STEPS = [batch(seed=seed) for seed in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("cut", [(4,), (2, 2), (1, 1, 1, 1)])
 def test_flush(cut: tuple[int, ...], optimizer: str) -> None:
@@ -90,6 +91,7 @@ def test_a_warm_up_is_synchronous() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.1}])
 def test_lanes_of_data_parallel_stages(clip: dict[str, float], monkeypatch: Any) -> None:
     """Two mesh ranks, four stages: sums over mesh ranks before each stage's update."""

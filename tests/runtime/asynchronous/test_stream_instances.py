@@ -15,6 +15,8 @@ from torch.optim import lr_scheduler
 import fxpart
 from fxpart.errors import FxpartError
 
+pytestmark = pytest.mark.slow
+
 LOSS = nn.CrossEntropyLoss()
 
 
@@ -151,14 +153,12 @@ def test_changes_of_the_module_in_a_stream_are_refused(name: str) -> None:
     assert changed(name, 4, -1) in ("FXP109", "FXP113")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["frozen", "written"])
 def test_ranks_refuse_them_together(name: str, pool: Pool) -> None:
     found = pool.run(changed, name, 2, -1, ranks=2, timeout=120.0)
     assert found[0] == found[1] and found[0] in ("FXP109", "FXP113")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_change_on_one_rank_reaches_all(rank: int, pool: Pool) -> None:
     """The others hear that its stream has ended, and why."""

@@ -74,6 +74,7 @@ def plain_options(schedule: Callable[[Any], Any], option: str) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_scheduler_in_a_loop_reaches_every_update(name: str, stages: int) -> None:
@@ -87,6 +88,7 @@ def test_a_scheduler_in_a_loop_reaches_every_update(name: str, stages: int) -> N
         assert found == [plain_options(SCHEDULES[name], option)] * stages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stash", "naive", "pipeoptim", "spectrain-v2", "xpipe", "2bw"])
 @pytest.mark.parametrize("name", ["lambda", "cycle"])
 def test_a_loop_is_the_scheduler_option(mode: str, name: str) -> None:

@@ -34,6 +34,7 @@ def stream(stages: int = 4, given: Any = None, **options: Any) -> AsyncTrainer:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("mode", FLYING)
 def test_recomputed_activations_change_no_bit(mode: str, recompute: str) -> None:
@@ -181,6 +182,7 @@ def test_gradients_are_not_accumulated() -> None:
         assert raised.value.code == "FXP109"
 
 
+@pytest.mark.slow
 def test_own_optimizers_of_a_pipeline_are_predicted() -> None:
     """A subclass and a partial of it as their base; one with another step otherwise."""
 

@@ -28,8 +28,9 @@ from runtime_programs import make
 
 from fxpart.runtime import InProcess
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_pipelines_go_on_as_if_nothing_had_been(optimizer: str, tmp_path: Path) -> None:
     """All plans of it train with equal bits: each goes on as the one that was never stopped."""
@@ -52,7 +53,6 @@ def test_pipelines_go_on_as_if_nothing_had_been(optimizer: str, tmp_path: Path) 
 LANED = [(way, "adamw") for way in LANES] + [("tp and zero-1", "sgd"), ("zero-2 of 3", "sgd")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("way", "optimizer"), LANED)
 def test_lanes_take_what_any_other_has_written(way: str, optimizer: str, tmp_path: Path) -> None:
     """Data, tensor, ZeRO-1, -2 and -3, uneven pieces: as by whole tensors, then as unstopped."""
@@ -80,7 +80,6 @@ PREDICTED = [(mode, "sgd") for mode in STREAMS]
 PREDICTED += [("spectrain linear", "adamw"), ("spectrain linear", "nadam"), ("pipemare", "adamw")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "optimizer"), PREDICTED)
 def test_a_stream_goes_on_with_its_predictions(mode: str, optimizer: str, tmp_path: Path) -> None:
     """What a rule keeps is saved: a new trainer goes on as the one that was drained there."""

@@ -343,6 +343,7 @@ def test_a_stream_is_not_drained_twice(tmp_path: Path) -> None:
     assert len(known) + len(trainer.pop_losses()) == 5
 
 
+@pytest.mark.slow
 def test_a_load_holds_one_part_at_a_time(tmp_path: Path) -> None:
     """Beside the trainer's own memory: what is read, and one part in the file."""
 

@@ -147,6 +147,7 @@ def test_a_process_of_another_machine_needs_somebody_who_sees_it() -> None:
         assert found_within(watch, 4.0)
 
 
+@pytest.mark.slow
 @linux
 def test_a_rank_of_the_same_machine_answers_for_a_busy_one() -> None:
     with watching(7) as (watch, theirs, _):

@@ -19,6 +19,8 @@ import fxpart
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 
+pytestmark = pytest.mark.slow
+
 SGD = partial(torch.optim.SGD, lr=0.1)
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "exponential": partial(lr_scheduler.ExponentialLR, gamma=0.6),
@@ -63,7 +65,6 @@ def test_a_scheduler_in_a_loop_is_that_of_one_process(name: str) -> None:
     same(looped(plan((2, 1)).dumps(), name, 0), plain(name))
 
 
-@pytest.mark.slow
 def test_on_ranks_too(pool: Pool) -> None:
     for found in pool.run(looped, plan((2, 1)).dumps(), "lambda", 0, ranks=3, timeout=120.0):
         same(found, plain("lambda"))

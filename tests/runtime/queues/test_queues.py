@@ -12,6 +12,8 @@ from torch import nn
 
 from fxpart.errors import FxpartError
 
+pytestmark = pytest.mark.slow
+
 
 def steps(made: Any, lose: dict[int, int] | None = None) -> list[float]:
     """All steps; lose: before which of them which copy ends."""
@@ -35,7 +37,6 @@ def check(made: Any, losses: list[float]) -> None:
     assert touched(found) == touched(state)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(2, 1), (1, 2), (2, 2), (1, 2, 1)])
 def test_the_numbers_of_one_process(counts: tuple[int, ...]) -> None:
     made = trainer(plan(counts))
@@ -47,7 +48,6 @@ def test_the_numbers_of_one_process(counts: tuple[int, ...]) -> None:
     made.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("counts", "lose"),
     [
@@ -74,7 +74,6 @@ def test_a_copy_that_ends_is_missed_by_nobody(
     made.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("after", range(1, 16, 2))
 @pytest.mark.parametrize("copy", [0, 3])
 def test_a_copy_that_ends_in_the_midst(after: int, copy: int) -> None:
@@ -99,7 +98,6 @@ def test_a_copy_that_ends_in_the_midst(after: int, copy: int) -> None:
     made.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["stash", "naive", "spectrain-v2", "pipeoptim"])
 def test_staleness_keeps_to_its_bound(weights: str) -> None:
     made = trainer(plan((2, 1)), sgd, staleness=2, weight_mode=weights)
@@ -113,7 +111,6 @@ def test_staleness_keeps_to_its_bound(weights: str) -> None:
     made.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(2, 1), (1, 2), (2, 1, 2)])
 def test_stale_gradients_are_those_of_the_weights_that_were_read(counts: tuple[int, ...]) -> None:
     """With stash: computed anew with each stage's weights of the version that its forward read."""
@@ -156,7 +153,6 @@ def test_stale_gradients_are_those_of_the_weights_that_were_read(counts: tuple[i
     made.close()
 
 
-@pytest.mark.slow
 def test_a_step_returns_the_loss_that_all_ranks_know() -> None:
     """Also where this rank has heard of later ones, as it may where others are slow."""
     made = trainer(plan(), staleness=2)
@@ -175,7 +171,6 @@ def test_the_first_updates_may_miss_none() -> None:
     made.close()
 
 
-@pytest.mark.slow
 def test_staleness_outlives_a_copy() -> None:
     made = trainer(plan((2, 2)), sgd, staleness=1)
     losses = steps(made, {2: 1, 4: 2})
@@ -186,7 +181,6 @@ def test_staleness_outlives_a_copy() -> None:
     made.close()
 
 
-@pytest.mark.slow
 def test_copies_hold_the_same_bits() -> None:
     made = trainer(plan((3, 1)), staleness=1)
     steps(made)
@@ -196,7 +190,6 @@ def test_copies_hold_the_same_bits() -> None:
     made.close()
 
 
-@pytest.mark.slow
 def test_fit_tells_and_ends() -> None:
     told: list[float] = []
     made = trainer(plan(), staleness=1)
@@ -220,7 +213,6 @@ def test_a_failing_callback_is_raised() -> None:
     made.close()
 
 
-@pytest.mark.slow
 def test_clipping_is_that_of_a_synchronous_trainer() -> None:
     def run(**more: Any) -> list[float]:
         made = program(plan()).trainer(sgd, clip_norm=0.05, **more)
@@ -231,7 +223,6 @@ def test_clipping_is_that_of_a_synchronous_trainer() -> None:
     assert run(routing="queue") == pytest.approx(run(), rel=1e-5)
 
 
-@pytest.mark.slow
 def test_the_optimizers_state_goes_over() -> None:
     made = trainer(plan())
     made.step(batch())
@@ -249,7 +240,6 @@ def test_the_optimizers_state_goes_over() -> None:
         one.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -21,6 +21,8 @@ from fxpart.planner.prediction.stage_replicas import StageReplicas, plan_replica
 from fxpart.program.replica_groups import compute_tied_bytes, explain_unsupported_ties
 from fxpart.report.explanation_text import explain
 
+pytestmark = pytest.mark.slow
+
 STEPS, ROWS, WIDE = 4, 32, 24
 
 
@@ -137,7 +139,6 @@ def same_bits(made: Any) -> None:
     assert all(torch.equal(each[0], other) for each in held.values() for other in each[1:])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_the_numbers_of_one_process(counts: tuple[int, ...], clip: float | None) -> None:
@@ -149,7 +150,6 @@ def test_the_numbers_of_one_process(counts: tuple[int, ...], clip: float | None)
     made.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("after", range(1, 24, 4))
 @pytest.mark.parametrize("copy", [0, 2, 4])
 def test_a_copy_that_ends_in_the_midst(after: int, copy: int) -> None:
@@ -177,7 +177,6 @@ def test_a_copy_that_ends_in_the_midst(after: int, copy: int) -> None:
     made.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["stash", "naive", "spectrain-v2", "pipeoptim"])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1, 2)])
 def test_updates_that_are_missed(counts: tuple[int, ...], weights: str) -> None:
@@ -191,7 +190,6 @@ def test_updates_that_are_missed(counts: tuple[int, ...], weights: str) -> None:
     made.close()
 
 
-@pytest.mark.slow
 def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
     """With stash: of what is held twice each holder's part with the version that it read."""
     made = trainer((1, 1, 1), sgd, staleness=2)
@@ -238,7 +236,6 @@ def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
     made.close()
 
 
-@pytest.mark.slow
 def test_planned_with_queues() -> None:
     program = compiled(
         3, mode="queue", constraints={
@@ -255,7 +252,6 @@ def test_planned_with_queues() -> None:
     made.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1, 1)])
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_no_copy_holds_more_than_is_planned(
@@ -306,7 +302,6 @@ class Twice(nn.Module):
         return self.head(x + self.table(others))
 
 
-@pytest.mark.slow
 def test_sparse_gradients_are_refused() -> None:
     ids, y = batch()
 
@@ -334,7 +329,6 @@ def test_a_holder_without_a_backward_is_refused() -> None:
     ]
 
 
-@pytest.mark.slow
 def test_a_lookup_with_sparse_gradients_and_a_head() -> None:
     """The sum is dense, as in one process."""
     made = trainer((1, 1, 2), sgd, sparse=True)
@@ -355,7 +349,6 @@ def _trained(text: str) -> tuple[list[float], dict[str, Any]]:
     return losses, state
 
 
-@pytest.mark.slow
 def test_over_gloo(pool: Pool) -> None:
     wanted, state = alone()
     for losses, found in pool.run(_trained, plan((2, 1, 1)).dumps(), ranks=4):

@@ -45,6 +45,7 @@ def written(path: Path, *lines: LedgerUpdate | LedgerGeneration) -> Path:
     return path
 
 
+@pytest.mark.slow
 @given(stops=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=6))
 def test_any_run_that_goes_on_is_whole(
     tmp_path_factory: pytest.TempPathFactory, stops: list[tuple[int, int]]

@@ -261,6 +261,7 @@ def test_equal_problems_give_equal_answers() -> None:
     assert solve_branches(problem) == solve_branches(problem)
 
 
+@pytest.mark.slow
 def test_a_choice_as_contiguous_stages() -> None:
     """In the order of its stages: the same stages, seconds a microbatch and bytes."""
     problem = branches_and_trunk(4, 4, 4, stages=10, microbatches=8, memory=8)

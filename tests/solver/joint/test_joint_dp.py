@@ -73,6 +73,7 @@ def test_interleaved_that_is_not_enumerated_has_a_sound_bound(
     assert sum(b.choice is not None and b.choice.virtual > 1 for b in best) >= 3
 
 
+@pytest.mark.slow
 def test_cheap_bounds_are_below_every_choice() -> None:
     compared = 0
     for seed in range(60):
@@ -93,6 +94,7 @@ def test_cheap_bounds_are_below_every_choice() -> None:
     assert compared > 20
 
 
+@pytest.mark.slow
 def test_entries_are_stages_as_the_objective_defines_them() -> None:
     """Every entry of some problems: seconds up to rounding, and memory to the byte."""
     compared = 0
@@ -148,6 +150,7 @@ def test_large_models_are_proven_within_a_hundredth(devices: list[int], limit: f
     assert msgspec.json.encode(again) == msgspec.json.encode(found)
 
 
+@pytest.mark.slow
 def test_uniform_degrees_cost_no_less() -> None:
     problem = transformer(24, [64])
     free, uniform = solve(problem), solve(replace(problem, uniform=True))
@@ -157,6 +160,7 @@ def test_uniform_degrees_cost_no_less() -> None:
     assert len(set(uniform.choice.options)) == 1
 
 
+@pytest.mark.slow
 def test_without_time_there_is_a_plan_and_a_bound() -> None:
     problem = transformer(24, [64, 64])
     best, found = solve(problem), solve(problem, time_limit=0)
@@ -181,6 +185,7 @@ def test_an_interrupt_gives_what_is_known() -> None:
     assert found.status in ("within gap", "best found")
 
 
+@pytest.mark.slow
 def test_progress_never_gets_worse() -> None:
     told = list[Progress]()
     found = solve(transformer(24, [32, 32]), progress=told.append)
@@ -192,6 +197,7 @@ def test_progress_never_gets_worse() -> None:
     assert incumbents[-1] >= found.objective
 
 
+@pytest.mark.slow
 def test_pins_hold_where_the_number_of_stages_is_open() -> None:
     problem = transformer(12, [8])
     problem = replace(problem, max_stages=6, pins=(StagePin(first=4, last=5, stage=2),))

@@ -82,6 +82,7 @@ def test_agrees_with_the_dynamic_programme_beyond_brute_force(seed: int) -> None
     assert found.objective <= seconds * 1.01
 
 
+@pytest.mark.slow
 def test_an_incumbent_changes_nothing_but_the_way_there() -> None:
     problem = medium(10, (8,), 12)
     first, bound = solve_cp_sat(problem, incumbent=None, deadline=inf, seed=0)

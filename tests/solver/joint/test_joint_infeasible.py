@@ -189,6 +189,7 @@ def wishes(*texts: str) -> list[PlanConstraint]:
     return [parse_constraint("stage" if text[0] == "b" else "fix", text) for text in texts]
 
 
+@pytest.mark.slow
 def test_a_conflict_is_named_in_the_users_words() -> None:
     """pp=4 with tp=8 needs 32 devices, 16 are there; the other two wishes are not to blame."""
     wider = transformer(24, (16,), hidden=4096, batch=64)

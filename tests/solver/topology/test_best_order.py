@@ -45,6 +45,7 @@ def planned(on: Cluster, **constraints: Any) -> Program:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_left_out() -> None:
     """0 and 1 stand first, but only 0 and 2 are close."""
     found = planned(cluster([device(k) for k in range(3)], {(0, 2)}), stages=2)
@@ -53,12 +54,14 @@ def test_a_slow_link_is_left_out() -> None:
     assert found.verify(steps=1).passed
 
 
+@pytest.mark.slow
 def test_a_slow_device_is_left_out() -> None:
     slow = [device(0, 1e6), device(1), device(2)]
     found = planned(cluster(slow, {(0, 1), (1, 2), (0, 2)}), stages=2)
     assert found.plan.devices == (1, 2)
 
 
+@pytest.mark.slow
 def test_groups_change_places_whole() -> None:
     """On a mesh of two, pairs of consecutive devices: the slow pair is not used."""
     devices = [device(0, 1e6), device(1, 1e6), *(device(k) for k in range(2, 6))]

@@ -119,6 +119,7 @@ def test_devices_that_nothing_tells_apart_are_counted() -> None:
     assert [len(group) for group in one.classes] == [1, 6, 1, 4]
 
 
+@pytest.mark.slow
 def test_the_same_answer_every_time_and_within_any_limit() -> None:
     problem, links = random_orders(5)
     assert solve_orders(problem, links) == solve_orders(problem, links)

@@ -122,6 +122,7 @@ def test_greedy_fits_whenever_anything_does() -> None:
         assert assignment is None or not evaluate(topology, assignment).faults
 
 
+@pytest.mark.slow
 def test_equal_problems_give_equal_answers() -> None:
     for seed in range(10):
         topology = random_topology(seed, lanes=8)

@@ -179,6 +179,7 @@ def test_progress_is_for_terminals(
     assert "no less than" in shown.err and "s left" in shown.err
 
 
+@pytest.mark.slow
 def test_neither_torch_nor_a_solver_is_needed_to_start(small: tuple[Instance, str]) -> None:
     code = (
         "import sys\nfrom tests.benchmarks.maxload.__main__ import run\n"

@@ -221,6 +221,7 @@ def test_fuzzed_files_are_read_or_refused(name: str) -> None:
     assert 300 < refused < 1500
 
 
+@pytest.mark.slow
 @given(st.one_of(st.binary(max_size=80), st.text(max_size=80).map(lambda t: t.encode())))
 def test_anything_at_all_is_read_or_refused(data: bytes) -> None:
     for start in (b"", b'{"maxFPGAs": 1, "nodes": ', b"node1 -- x -- forward_compute_time="):
