@@ -15,6 +15,7 @@ EXIT_INPUT = 2
 EXIT_INFEASIBLE = 3
 EXIT_ENVIRONMENT = 4
 EXIT_RUN = 5
+EXIT_INCOMPLETE = 6
 EXIT_OURS = 70
 
 CODES: dict[str, tuple[str, int]] = {
@@ -75,6 +76,9 @@ CODES: dict[str, tuple[str, int]] = {
     "FXP518": ("a repeated step gave different results", EXIT_DIFFERENCE),
     "FXP519": ("fewer ranks are left than the run allows", EXIT_RUN),
     "FXP520": ("the run's folder cannot be read", EXIT_INPUT),
+    "FXP521": ("another process runs the run", EXIT_INPUT),
+    "FXP522": ("the last state of the run is not saved", EXIT_INCOMPLETE),
+    "FXP523": ("the loss or a gradient is not finite", EXIT_INCOMPLETE),
     # 6xx: the environment
     "FXP601": ("a needed package is missing or too old", EXIT_ENVIRONMENT),
     "FXP602": ("torch.distributed is not usable here", EXIT_ENVIRONMENT),
@@ -156,7 +160,7 @@ class FxpartError(Exception):
 
     @property
     def exit_code(self) -> int:
-        """The process exit status of the first problem: 1, 2, 3, 4, 5 or 70."""
+        """The process exit status of the first problem: 1, 2, 3, 4, 5, 6 or 70."""
         return CODES[self.code][1]
 
     def __reduce__(self) -> tuple[type[FxpartError], tuple[tuple[Problem, ...]]]:

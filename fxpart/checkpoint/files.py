@@ -67,7 +67,10 @@ def write(file: BinaryIO, data: bytes | memoryview) -> None:
     """Write all data."""
     rest = memoryview(data)
     while rest:
-        rest = rest[file.write(rest) :]
+        count = file.write(rest)
+        if not count:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rest = rest[count:]
 
 
 def read(file: BinaryIO, size: int) -> bytes:

@@ -27,6 +27,11 @@ class RunDir:
         return self.path / "identity"
 
     @property
+    def lock(self) -> Path:
+        """Locked file with the process that runs the run; see :mod:`fxpart.checkpoint.run_lock`."""
+        return self.path / "supervisor.json"
+
+    @property
     def plans(self) -> Path:
         """Folder of cached plans: ``<fingerprint>-<cluster hash>-<ranks>.json``."""
         return self.path / "plans"

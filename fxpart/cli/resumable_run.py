@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from fxpart.checkpoint.folder import list_complete, step_of
 from fxpart.checkpoint.run_directory import RunDir
+from fxpart.checkpoint.run_lock import check_unlocked
 from fxpart.cli import output
 from fxpart.cli.options import Command, CommandLineRequest
 from fxpart.elastic.rank_bounds import RankBounds
 from fxpart.elastic.slow_rank_report import SlowRankReport, write_slow_rank_report
 from fxpart.environment import Launch, is_launched_by_fxpart
-from fxpart.errors import error
+from fxpart.errors import EXIT_INCOMPLETE, error
 
 if TYPE_CHECKING:
     from fxpart.runtime.callbacks import Event, StepInfo
+    from fxpart.runtime.fit import FitResult
 
 _EVERY, _KEEP = 50, 2
 
@@ -163,6 +167,8 @@ def with_run_plan(
     request: CommandLineRequest, kept: ResumableRunOptions, started: Launch | None
 ) -> CommandLineRequest:
     """Return the request with the run's plan, shared by the ranks of torchrun."""
+    if started is None or started.rank == 0:
+        check_unlocked(kept.run)
     if started is not None:
         from fxpart.cli.elastic_run import with_shared_plan
 
@@ -174,8 +180,8 @@ def with_run_plan(
 
 def fit(
     trainer: Any, data: Any, kept: ResumableRunOptions, steps: int, *, first: bool, as_json: bool
-) -> bool:
-    """Train until the run has ``steps`` steps; return False if a signal ended it before.
+) -> tuple[bool, int]:
+    """Train until the run has ``steps`` steps; return whether it has, and the exit status.
 
     first: whether this process prints.
     """
@@ -192,19 +198,56 @@ def fit(
         if not first:
             warnings.simplefilter("ignore")
         warnings.showwarning = _note
-        fitted = trainer.fit(data, steps=steps, callbacks=callbacks, checkpoints=checkpoints)
-    done = fitted.why in ("steps", "data")
+        fitted: FitResult = trainer.fit(
+            data, steps=steps, callbacks=callbacks, checkpoints=checkpoints
+        )
     if first and as_json:
-        output.line({"ended": fitted.why, "steps": fitted.steps, "run": str(kept.folder)})
-    elif first and done and printer.resumed == fitted.steps:
-        output.note(f"the run in {kept.folder} already has {fitted.steps} steps")
-    elif first and done:
+        ended = {"ended": fitted.why, "steps": fitted.steps, "run": str(kept.folder)}
+        output.line({**ended, "saved": fitted.saved})
+    elif first and fitted.saved:
+        _explain_end(fitted, printer.resumed, kept.folder)
+    return is_complete(fitted), _end(trainer, fitted, kept.run, first=first)
+
+
+def is_complete(fitted: FitResult) -> bool:
+    """Return whether the run has all its steps, as opposed to one that a signal has ended."""
+    return fitted.why in ("steps", "data")
+
+
+def _end(trainer: Any, fitted: FitResult, run: RunDir, *, first: bool) -> int:
+    """Return the exit status of a run that has ended: 6 if its last state is not on the disk.
+
+    The first rank prints FXP522 then. All ranks must call it: the others wait until that is done,
+    as the first end of a rank ends all.
+    """
+    if fitted.saved:
+        return 0
+    if not first:
+        trainer.transport.exchange([0])
+        return EXIT_INCOMPLETE
+    saved = [step_of(path) for path in list_complete(run.checkpoints)]
+    newest = f"the newest is of step {max(saved)}" if saved else "there is no other"
+    failure = error(
+        "FXP522", where=str(run.checkpoints),
+        why=f"{fitted.steps} steps are done, but the checkpoint of the last one is not complete on "
+        f"the disk; {newest}",
+        fix="free disk space, or make the folder writable; the same command then resumes the run",
+    )  # fmt: skip
+    output.note(str(failure))
+    trainer.transport.exchange([0])
+    return failure.exit_code
+
+
+def _explain_end(fitted: FitResult, resumed: int, folder: Path) -> None:
+    """Print how a run has ended that is saved."""
+    if is_complete(fitted) and resumed == fitted.steps:
+        output.note(f"the run in {folder} already has {fitted.steps} steps")
+    elif is_complete(fitted):
         ended = "" if fitted.why == "steps" else "the data ended: "
-        output.note(f"{ended}{fitted.steps} steps are done and saved in {kept.folder}")
-    elif first:
+        output.note(f"{ended}{fitted.steps} steps are done and saved in {folder}")
+    else:
         after = "" if is_launched_by_fxpart() else "; the same command resumes the run"
-        output.note(f"{fitted.why}: saved after step {fitted.steps} in {kept.folder}{after}")
-    return done
+        output.note(f"{fitted.why}: saved after step {fitted.steps} in {folder}{after}")
 
 
 class _StepPrinter:
@@ -216,24 +259,30 @@ class _StepPrinter:
 
     def on_step(self, info: StepInfo) -> None:
         """Print a line."""
-        if self._as_json:
-            output.line({"step": info.step, "loss": info.loss, "seconds": info.seconds})
-        else:
-            output.text(f"step {info.step:>4}  loss {info.loss:.6f}  {info.seconds:.3f} s")
+        # Training does not end with the terminal, or because the disk of a log is full.
+        with suppress(OSError):
+            if self._as_json:
+                output.line({"step": info.step, "loss": info.loss, "seconds": info.seconds})
+            else:
+                output.text(f"step {info.step:>4}  loss {info.loss:.6f}  {info.seconds:.3f} s")
 
     def on_event(self, event: Event) -> None:
-        """Print where the run is resumed."""
-        if event.kind != "start" or not event.step:
-            return
-        self.resumed = event.step
-        if self._as_json:
-            output.line({"from": event.step})
-        else:
-            output.note(f"resuming after step {event.step}")
+        """Print where the run is resumed, and that an asynchronous pipeline flushes."""
+        with suppress(OSError):
+            if event.kind == "fallback":
+                output.note(f"warning: {event.why}")
+            if event.kind != "start" or not event.step:
+                return
+            self.resumed = event.step
+            if self._as_json:
+                output.line({"from": event.step})
+            else:
+                output.note(f"resuming after step {event.step}")
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
-    output.note(f"warning: {message}")
+    with suppress(OSError):
+        output.note(f"warning: {message}")
 
 
 class _SlowRankReporter:

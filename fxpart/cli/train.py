@@ -128,13 +128,13 @@ def command(
         optimizer, clip_norm=clip_norm, weights=load, **flags, **queue_settings,
         **_watching(program.plan, steps),
     )  # fmt: skip
-    first = started is None or started.rank == 0
+    first, status = started is None or started.rank == 0, 0
     if first:
         _note(trainer, workload, pinned=flags["pin"])
     if kept is not None:
         data = workload.data if workload.data is not None else [_example(program)]
-        if not fit(trainer, data, kept, steps, first=first, as_json=as_json):
-            save = None  # The same command resumes the run and writes the weights then.
+        done, status = fit(trainer, data, kept, steps, first=first, as_json=as_json)
+        save = save if done else None  # The same command resumes the run and writes it then.
     else:
         run = _TrainingLoop(trainer, _batches(workload, program), request.target, first, as_json)
         _run_steps(run, steps, trace_request, before, program.plan)
@@ -143,7 +143,7 @@ def command(
     if save is not None:
         _save(trainer, save, first)
     trainer.close()
-    return 0
+    return status
 
 
 def _note(trainer: Any, workload: Workload, *, pinned: bool) -> None:

@@ -20,7 +20,7 @@ from fxpart.elastic.progress import (
     read_ledger_step,
 )
 from fxpart.elastic.rank_bounds import RankBounds
-from fxpart.elastic.scale_request import RunLock, lock_run
+from fxpart.elastic.scale_request import LauncherLock, lock_run
 from fxpart.errors import EXIT_INFEASIBLE, EXIT_RUN, FxpartError, error
 from fxpart.launch import JobExit, RankFailure, RankProcesses, start
 from fxpart.plan.model import Plan
@@ -65,7 +65,7 @@ def supervise(job: ElasticJob) -> int:
     become slow and another plan is faster, all ranks save and restart with it.
 
     Raises FXP517 after three restarts without a new step, FXP519 if fewer ranks than the minimum
-    are left, FXP109 if another launcher runs the run, and what planning raises.
+    are left, FXP521 if another process runs the run, and what planning raises.
     """
     with lock_run(job.run, job.bounds) as lock:
         return _Supervisor(job, lock).run()
@@ -82,7 +82,7 @@ class _Supervisor:
     """
 
     job: ElasticJob
-    lock: RunLock
+    lock: LauncherLock
     target_ranks: int = 0
     requested: int | None = None
     failures: int = 0

@@ -13,9 +13,9 @@ from typing import Any
 
 from fxpart.environment import limit_threads, set_launcher_variables
 from fxpart.launch.job_exit import JobExit, RankFailure
-from fxpart.launch.rank_processes import SIGNALS, RankProcesses
+from fxpart.launch.rank_processes import SIGNALS, RankProcesses, is_ignored_hangup
 
-_LEFT_TO_TORCH = "SIGHUP,SIGQUIT"
+_LEFT_TO_TORCH = "SIGQUIT"
 
 
 def start(
@@ -34,9 +34,9 @@ def start(
     failed first (None if unknown); its exceptions end the job and are raised here. on_tick: called
     about ten times per second while they run; may send them a signal.
 
-    SIGTERM, SIGINT and SIGUSR1 to this process are forwarded to all ranks, and none is restarted
-    afterwards; a second SIGINT kills them. For that it must be called in the main thread. The ranks
-    end with this process (Linux).
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process are forwarded to all ranks, and none is
+    restarted afterwards; a second one of the first three kills them. For that it must be called in
+    the main thread. The ranks end with this process (Linux).
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -97,6 +97,7 @@ class _NoRestartError(Exception):
 def forward_signals_to_ranks(running: RankProcesses) -> Iterator[Callable[[], None]]:
     """Forward signals to the ranks; yield a function that replaces torch's handlers again."""
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
+    numbers = [number for number in numbers if not is_ignored_hangup(number)]
     main = threading.current_thread() is threading.main_thread()
     previous = {number: signal.getsignal(number) for number in numbers} if main else {}
 

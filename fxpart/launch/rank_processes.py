@@ -15,9 +15,17 @@ from typing import Any
 from fxpart.launch.job_exit import RankFailure
 from fxpart.launch.process_status import ended_status, is_stopped_with_pending_term
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+# Within this time a signal counts as one: a terminal's hangup may arrive twice.
+_SAME_SIGNAL_SECONDS = 1.0
 _POLL_SECONDS = 0.25  # seconds
 _START_POLL_SECONDS = 0.005
+
+
+def is_ignored_hangup(number: int) -> bool:
+    """Return whether this is SIGHUP and ignored, as under nohup."""
+    hangup = getattr(signal, "SIGHUP", None)
+    return number == hangup and signal.getsignal(number) == signal.SIG_IGN
 
 
 class RankProcesses:
@@ -36,6 +44,7 @@ class RankProcesses:
         self.failures: dict[int, RankFailure] = {}
         self._workers: Callable[[], Mapping[int, Any]] = dict
         self._signaled: set[int] = set()
+        self._stopped: float | None = None  # when the first signal to stop came
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -101,12 +110,20 @@ class RankProcesses:
                     os.kill(pid, self.asked)
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
-        """Handle a signal of the launcher: forward it to all ranks; a second SIGINT kills them."""
-        is_second_interrupt = self.asked == number == signal.SIGINT
+        """Handle a signal of the launcher: forward it to all ranks; a second one kills them.
+
+        SIGUSR1 does not count, and SIGTERM and SIGHUP only after a second.
+        """
+        now = time.monotonic()
+        pause = 0.0 if self.asked == number == signal.SIGINT else _SAME_SIGNAL_SECONDS
+        counts = number != getattr(signal, "SIGUSR1", None)
+        is_second = counts and self._stopped is not None and now - self._stopped >= pause
+        if counts and self._stopped is None:
+            self._stopped = now
         if self.asked is None:
             self.asked = number
         self._signaled |= set(self.ranks.values())
-        self.send(signal.SIGKILL if is_second_interrupt else number)
+        self.send(signal.SIGKILL if is_second else number)
 
     # -- the thread that sees who ends first -----------------------------------------------------
 

@@ -93,7 +93,8 @@ class FitResult:
     """The result of a run. steps: updates; epochs: complete passes; values: of the last evaluation.
 
     Counts include those before a checkpoint that the run resumed from. why: "steps", "epochs",
-    "data", "early stopping", or the signal that ended it, such as "SIGTERM to rank 2".
+    "data", "early stopping", or the signal that ended it, such as "SIGTERM to rank 2". saved:
+    whether the last state is complete and intact on the disk; None without a run folder.
     """
 
     steps: int
@@ -101,6 +102,7 @@ class FitResult:
     why: str
     loss: float
     values: Mapping[str, float]
+    saved: bool | None = None
 
 
 class FitLoop:
@@ -149,7 +151,8 @@ class FitLoop:
             self.trainer.pace.forget(self._notify_straggler)
             if self._kept is not None:
                 self._kept.close()
-        return FitResult(self.step, self.position.epoch, why, self.loss, self.values)
+        saved = None if self._kept is None else self._kept.saved
+        return FitResult(self.step, self.position.epoch, why, self.loss, self.values, saved)
 
     def settle(self) -> None:
         """Finish minibatches in flight and report them."""

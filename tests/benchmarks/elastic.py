@@ -28,8 +28,9 @@ from record import HERE, ROOT, write
 from record import parser as benchmark_parser
 
 from fxpart.checkpoint.run_directory import RunDir
+from fxpart.checkpoint.run_lock import read_launcher_record
 from fxpart.elastic.progress import read_ledger_step
-from fxpart.elastic.scale_request import read_launcher_record, request_rank_count
+from fxpart.elastic.scale_request import request_rank_count
 from fxpart.runtime.training_run import ledger
 
 LIMIT = 120.0  # seconds that any change may take on a busy machine

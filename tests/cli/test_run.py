@@ -14,6 +14,7 @@ import pytest
 from cli_calls import TARGET, call
 
 from fxpart.checkpoint.run_directory import RunDir
+from fxpart.runtime.checkpointing.memory_replicas import read_identity
 from fxpart.runtime.checkpointing.memory_store import default_root
 from fxpart.runtime.training_run.generations import load_generations
 from fxpart.runtime.training_run.ledger import check_ledger, read_updates
@@ -57,11 +58,11 @@ def test_the_same_command_goes_on(
     out, err = train(str(run), 5)
     assert out.count("loss") == 5 and f"5 steps are done and saved in {run}" in err
     out, err = train(str(run), 12, "--json", "--copies", "--save", str(tmp_path / "parts"))
-    assert not default_root((run / "identity").read_text()).exists()  # given back
+    assert not default_root(read_identity(RunDir(run))).exists()  # given back
     told = [json.loads(line) for line in out.splitlines()]
     assert told[0] == {"from": 5}
     assert [line["step"] for line in told if "step" in line] == list(range(6, 13))
-    assert {"ended": "steps", "steps": 12, "run": str(run)} in told
+    assert {"ended": "steps", "steps": 12, "run": str(run), "saved": True} in told
     assert "already has 12 steps" in train(str(run), 12)[1]
     whole = str(tmp_path / "whole")
     train(whole, 12, "--save", str(tmp_path / "at once"))

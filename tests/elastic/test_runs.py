@@ -22,8 +22,9 @@ import torch
 
 import fxpart
 from fxpart.checkpoint.run_directory import RunDir
+from fxpart.checkpoint.run_lock import read_launcher_record
 from fxpart.elastic.progress import is_finished, read_checkpoint_step, read_ledger_step
-from fxpart.elastic.scale_request import read_launcher_record, request_rank_count
+from fxpart.elastic.scale_request import request_rank_count
 from fxpart.plan.model import Plan
 from fxpart.runtime.training_run import ledger
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,9 @@ from pathlib import Path
 import pytest
 
 from fxpart.checkpoint.run_directory import RunDir
+from fxpart.checkpoint.run_lock import LauncherRecord, read_launcher_record
 from fxpart.elastic.rank_bounds import RankBounds
-from fxpart.elastic.scale_request import (
-    LauncherRecord,
-    lock_run,
-    read_launcher_record,
-    request_rank_count,
-)
+from fxpart.elastic.scale_request import lock_run, request_rank_count
 from fxpart.errors import FxpartError
 
 BOUNDS = RankBounds(2, 4)
@@ -27,7 +24,9 @@ def test_a_wish_is_read_once(tmp_path: Path) -> None:
     with lock_run(run, BOUNDS) as holder:
         holder.publish_ranks(4)
         assert holder.read_request() is None
-        assert request_rank_count(run, 3) == LauncherRecord(os.getpid(), 2, 4, 4)
+        assert request_rank_count(run, 3) == LauncherRecord(
+            os.getpid(), 2, 4, 4, host=socket.gethostname()
+        )
         assert holder.read_request() == 3
         assert holder.read_request() is None
         request_rank_count(run, 3)
@@ -71,7 +70,7 @@ def test_nobody_runs_it(tmp_path: Path) -> None:
 
 def test_two_launchers(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    with lock_run(run, BOUNDS), pytest.raises(FxpartError, match="another launcher is running it"):
+    with lock_run(run, BOUNDS), pytest.raises(FxpartError, match="FXP521"):
         with lock_run(run, BOUNDS):
             pass
     with lock_run(run, BOUNDS):

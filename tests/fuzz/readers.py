@@ -208,13 +208,15 @@ READERS: dict[str, Reader] = {
     "wish": Reader(
         runs.read_wish,
         runs.wishes,
-        ("elastic.scale_request.RunLock.read_request", "elastic.plan_cache._read_key_digest"),
+        ("elastic.scale_request.LauncherLock.read_request", "elastic.plan_cache._read_key_digest"),
         lenient=True,
     ),
     "slow ranks": Reader(
         runs.read_slow, runs.slow, ("elastic.slow_rank_report.read_slow_rank_report",), lenient=True
     ),
     "launcher": Reader(
-        runs.read_launcher, runs.launchers, ("elastic.scale_request.read_launcher_record",)
+        runs.read_launcher,
+        runs.launchers,
+        ("checkpoint.run_lock.read_launcher_record", "checkpoint.run_lock._read_record"),
     ),
 }

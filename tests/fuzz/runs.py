@@ -276,15 +276,16 @@ def lines() -> list[Sample]:
 def read_wish(data: bytes) -> object:
     """How many ranks are wished for, and what plans were asked for."""
     from fxpart.checkpoint.run_directory import RunDir
+    from fxpart.checkpoint.run_lock import RunLock
     from fxpart.elastic.plan_cache import _read_key_digest
     from fxpart.elastic.rank_bounds import RankBounds
-    from fxpart.elastic.scale_request import RunLock
+    from fxpart.elastic.scale_request import LauncherLock
 
     run = RunDir(scratch() / "wishes")
     run.path.mkdir(exist_ok=True)
     for name in ("scale.json", "asked.json"):
         (run.path / name).write_bytes(data)
-    return RunLock(run, RankBounds(1, 8), -1).read_request(), _read_key_digest(
+    return LauncherLock(run, RankBounds(1, 8), RunLock(run, None)).read_request(), _read_key_digest(
         run.path / "asked.json"
     )
 
@@ -315,7 +316,7 @@ def slow() -> list[Sample]:
 def read_launcher(data: bytes) -> object:
     """Who runs a run: a file that is locked for as long as that is so."""
     from fxpart.checkpoint.run_directory import RunDir
-    from fxpart.elastic.scale_request import read_launcher_record
+    from fxpart.checkpoint.run_lock import _read_record, read_launcher_record
 
     run = RunDir(scratch() / "launched")
     run.path.mkdir(exist_ok=True)
@@ -323,6 +324,7 @@ def read_launcher(data: bytes) -> object:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(data)
         file.flush()
+        _read_record(run.lock)
         return read_launcher_record(run)
 
 

@@ -6,6 +6,7 @@ By module, or function below it. Everything else that opens a file has a line in
 TRUSTED = {
     "files": "reads for its callers, which are the readers",
     "checkpoint.files": "reads for the modules beside it",
+    "checkpoint.run_lock.lock_folder": "locks the file",
     "cli.explain._page": "a page of the package",
     "cli.elastic_run._digest": "only its digest is taken",
     "cluster.host_detection": "the kernel's",

@@ -7,6 +7,8 @@ missing files.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import secrets
 import socket
 import threading
@@ -21,6 +23,7 @@ from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.run_directory import RunDir
 from fxpart.environment import Launch, read_launch
 from fxpart.errors import FxpartError, error
+from fxpart.files import read_bytes
 from fxpart.runtime.checkpointing.file_transfer import (
     Peers,
     connect_ranks,
@@ -43,6 +46,7 @@ from fxpart.runtime.transport.handshake import LoopbackSockets, NetworkSockets, 
 from fxpart.runtime.transport.interface import Transport
 
 _PATIENCE = 60.0
+_LONGEST_WORD = 100  # bytes
 
 
 class _ProcessIdentity(msgspec.Struct, frozen=True):
@@ -106,7 +110,7 @@ class CheckpointReplicas:
         name = own if host is None else host
         identity = agree(
             transport, "the run's identity",
-            lambda: (_identity(run) if 0 in transport.local else "", ""),
+            lambda: (read_identity(run) if 0 in transport.local else "", ""),
         )  # fmt: skip
         with convert_transport_errors(transport, "sharing the host names"):
             messages = transport.exchange_bytes(
@@ -320,14 +324,32 @@ class CheckpointReplicas:
         )
 
 
-def _identity(run: RunDir) -> str:
-    """Return the run's random name, created by the first caller, for its replica folder. FXP513."""
+def read_identity(run: RunDir) -> str:
+    """Return the name of a run's replicas, the same on every host; FXP513.
+
+    It combines the folder's random word, created here if there is no valid one, with the inode of
+    the folder: a copy of the folder, or another one without a valid word, has another name.
+    """
     with files.convert_save_errors(str(run.path)):
         run.path.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError), open(run.identity, "x", encoding="ascii") as file:
-            file.write(secrets.token_hex(8))
-        text = run.identity.read_text("ascii").strip()
-    return text if files.is_name(text) and len(text) == 16 else "unknown"
+        word = _read_word(run.identity)
+        if not word:
+            word = secrets.token_hex(8)
+            beside = run.identity.with_name(f".{run.identity.name}.{os.getpid()}")
+            with files.create_file(beside) as file:
+                files.write(file, word.encode())
+            beside.replace(run.identity)
+        inode = run.path.stat().st_ino
+    return hashlib.blake2b(f"{word} {inode}".encode(), digest_size=8).hexdigest()
+
+
+def _read_word(path: Path) -> str:
+    """Return the random word of a run, or "" if the file has no valid one."""
+    try:
+        text = read_bytes(path, _LONGEST_WORD).decode("ascii").strip()
+    except (OSError, ValueError):
+        return ""
+    return text if files.is_name(text) and len(text) == 16 else ""
 
 
 def _host_name() -> str:

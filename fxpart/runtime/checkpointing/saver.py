@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -96,13 +96,15 @@ class Saver:
         copies: CheckpointReplicator | None = None,
         strict: bool = False,
         patience: float = 60.0,
+        fence: Callable[[], None] | None = None,
     ) -> None:
         """Create a saver; every rank creates one with the same arguments.
 
         keep: number of checkpoints kept, at least 2; 0: all. generation: of the run. fingerprint,
         plan_text: those of the trainer by default. copies: replicates each checkpoint. strict:
         raise FXP513 on every rank if a save has failed. patience: least seconds that ranks wait for
-        each other's files.
+        each other's files. fence: called before each write; raises FXP521 once another process has
+        resumed the run.
         """
         self.root = Path(root).absolute()
         self.last: int | None = None
@@ -115,6 +117,7 @@ class Saver:
         self._replicator = copies
         self._strict = strict
         self._patience = patience
+        self._check_fence = fence if fence is not None else _ignore_fence
         self._staging = StagingBuffers()
         self._job: _SaveJob | None = None
 
@@ -160,6 +163,31 @@ class Saver:
             job.thread.join()
             self._record_result(job, [] if job.failure is None else [job.failure])
 
+    def confirm(self, step: int) -> bool:
+        """Read the checkpoint of a step back; return whether it is complete and intact.
+
+        A save in progress is awaited first. Every rank calls it and reads its share of the bytes.
+        """
+        self._finish_on_all_ranks()
+        transport, path = self._trainer.transport, self.root / folder.step_name(step)
+        alone = transport.ranks == len(transport.local)
+        share = (0, 1) if alone else (transport.local[0], transport.ranks)
+        intact: list[bool] = []
+
+        def read() -> None:
+            with contextlib.suppress(FxpartError):
+                intact.append(not Checkpoint.open(path).verify(share=share))
+
+        reader = threading.Thread(target=read, name="confirm", daemon=True)
+        reader.start()
+
+        def ended(seconds: float) -> bool:
+            reader.join(seconds)
+            return not reader.is_alive()
+
+        self._wait_on_all_ranks(ended)
+        return all(self._exchange(intact == [True]))
+
     # -- between the ranks ----------------------------------------------------------------------
 
     def _exchange(self, number: int) -> list[int]:
@@ -198,7 +226,10 @@ class Saver:
             transport = self._trainer.transport
             mine = encode_problems([] if job.failure is None else job.failure.problems)
             with convert_transport_errors(transport, "saving a checkpoint"):
-                problems = merge_problems(transport.exchange_bytes(mine))
+                problems = [
+                    replace(problem, where=f"{problem.where}, step {job.step}")
+                    for problem in merge_problems(transport.exchange_bytes(mine))
+                ]
             with contextlib.suppress(FxpartError):
                 self._discard_partial(job.step)  # no thread of any rank writes there any more
         self._record_result(job, [AllRanksError(problems)] if problems else [])
@@ -234,6 +265,7 @@ class Saver:
     def _write(self, job: _SaveJob) -> Path:
         """Write this process's files; return their folder."""
         assert job.snapshot is not None
+        self._check_fence()
         partial = folder.begin(self.root, job.step, self._generation)
         first = self._trainer.rank
         for rank, pieces in job.snapshot.pieces.items():
@@ -264,6 +296,7 @@ class Saver:
             if self._replicator is not None:
                 manifest = Checkpoint.open(final).manifest
         if self._replicator is not None and manifest is not None:
+            self._check_fence()
             self._replicator.keep(job.step, final, manifest)
         return final
 
@@ -283,6 +316,7 @@ class Saver:
             groups=_merge_groups([each.more.get("groups", []) for each in written], trainer),
             extra=job.extra,
         )  # fmt: skip
+        self._check_fence()
         return folder.commit(partial, manifest), manifest
 
     def _wait_for(self, job: _SaveJob, limit: float, partial: Path, is_done: Any) -> None:
@@ -355,3 +389,7 @@ def _merge_groups(
     for group in merged:
         group["params"] = sorted(set(group["params"]), key=place.__getitem__)
     return merged
+
+
+def _ignore_fence() -> None:
+    """Allow every write, where no generation of a run is known."""

@@ -13,12 +13,14 @@ from fxpart.errors import FxpartError, error
 from fxpart.runtime.training_run.json_lines import JsonLinesAppender, read_lines
 
 FAILED = "failed"
+UNSAVED = "not saved"  # the run has ended, but its last checkpoint could not be written
 
 
 class GenerationStart(msgspec.Struct, frozen=True, kw_only=True, tag="began", tag_field="line"):
     """Start of a generation: time (seconds since 1970), number of ranks, step of its checkpoint.
 
     reached: last step in the ledger then, possibly behind the checkpoint. plan: digest of the plan.
+    writer: random word of the job that runs the generation.
     """
 
     generation: int
@@ -27,6 +29,7 @@ class GenerationStart(msgspec.Struct, frozen=True, kw_only=True, tag="began", ta
     step: int
     reached: int
     plan: str = ""
+    writer: str = ""
 
 
 class GenerationEnd(msgspec.Struct, frozen=True, kw_only=True, tag="ended", tag_field="line"):
@@ -102,25 +105,71 @@ def check_restart_progress(
     )  # fmt: skip
 
 
+class GenerationFence:
+    """Refuses the writes of a process once another job has begun a newer generation of the run.
+
+    So a process that was stopped, and wakes up after the run has been resumed elsewhere, writes
+    nothing. The check costs one system call while the file is unchanged.
+    """
+
+    def __init__(self, path: Path, generation: int, writer: str) -> None:
+        """path: the run's file of generations. generation, writer: those of this job."""
+        self._path, self._own = path, (generation, writer)
+        self._seen: tuple[int, int, int] | None = None
+
+    def check(self) -> None:
+        """Raise FXP521 if the newest generation is of another job."""
+        try:
+            found = self._path.stat()
+            seen = (found.st_ino, found.st_size, found.st_mtime_ns)
+            if seen == self._seen:
+                return
+            starts = [
+                (line.generation, line.writer)
+                for line in read_lines(self._path, GenerationStart | GenerationEnd)
+                if isinstance(line, GenerationStart)
+            ]
+        except (OSError, FxpartError):
+            return  # removed or not readable: no other job is known
+        if starts and starts[-1] != self._own:
+            raise error(
+                "FXP521", where=f"{self._path.parent}, generation {self._own[0]}",
+                why=f"another process has resumed the run as generation {starts[-1][0]}",
+                fix="this process has written nothing since then; let the other one train",
+            )  # fmt: skip
+        self._seen = seen
+
+
 class GenerationWriter:
     """Writes the lines of a generation, on rank 0."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file."""
+        """Open the file; FXP603."""
+        self._path = path
         self._file = JsonLinesAppender(path)
+        self._start: GenerationStart | None = None
 
-    def begin(self, generation: int, *, world: int, step: int, reached: int, plan: str) -> None:
-        """Record the start."""
-        self._file.write(
-            GenerationStart(
-                generation=generation, began=time.time(), world=world, step=step, reached=reached,
-                plan=plan,
-            )
+    def begin(
+        self, generation: int, *, world: int, step: int, reached: int, plan: str, writer: str = ""
+    ) -> None:
+        """Record the start; FXP603."""
+        self._start = GenerationStart(
+            generation=generation, began=time.time(), world=world, step=step, reached=reached,
+            plan=plan, writer=writer,
         )  # fmt: skip
+        self._file.write(self._start)
         self._file.sync()
 
+    def reopen(self) -> None:
+        """Write the start into a new file, where the old one was removed; FXP603."""
+        if not self._file.is_attached:
+            made = JsonLinesAppender(self._path)
+            made.write(self._start)
+            self._file.close()
+            self._file = made
+
     def end(self, generation: int, *, step: int, how: str, why: str = "") -> None:
-        """Record the end."""
+        """Record the end; FXP603."""
         self._file.write(
             GenerationEnd(generation=generation, ended=time.time(), step=step, how=how, why=why)
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 import msgspec
 
+from fxpart.checkpoint.files import write
 from fxpart.errors import FxpartError, error
 from fxpart.files import open_regular_file
 
@@ -44,29 +46,47 @@ def unreadable(path: Path, why: str, line: int = 0) -> FxpartError:
 
 
 class JsonLinesAppender:
-    """Appends lines to a file and flushes each."""
+    """Appends lines to a file. A line that cannot be written leaves nothing of it in the file."""
 
     def __init__(self, path: Path) -> None:
         """Open the file, creating it and its folder if necessary; FXP603 if that fails."""
         self._path = path
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[bytes] = path.open("ab+")
+            self._file: BinaryIO = open(os.open(path, flags, 0o666), "ab+", buffering=0)
             size = self._file.seek(0, os.SEEK_END)
+            self._torn = False  # the last line is incomplete: a process was killed while writing
             if size:
                 self._file.seek(size - 1)
-                if self._file.read(1) != b"\n":  # a process was killed while writing
-                    self._file.write(b"\n")
+                self._torn = self._file.read(1) != b"\n"
         except OSError as cause:
             raise _unwritable(path, cause) from cause
 
-    def write(self, line: Any) -> None:
-        """Write one line."""
+    @property
+    def is_attached(self) -> bool:
+        """Whether the path still leads to the open file: it was not removed, moved or replaced."""
         try:
-            self._file.write(msgspec.json.encode(line) + b"\n")
-            self._file.flush()
+            found, own = os.stat(self._path), os.fstat(self._file.fileno())
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
+
+    def write(self, line: Any) -> None:
+        """Write one line; FXP603."""
+        data = msgspec.json.encode(line) + b"\n"
+        before = 0
+        try:
+            before = os.fstat(self._file.fileno()).st_size
+            write(self._file, b"\n" + data if self._torn else data)
         except OSError as cause:
+            with contextlib.suppress(OSError):
+                if os.fstat(self._file.fileno()).st_size > before:
+                    torn, self._torn = self._torn, True
+                    os.ftruncate(self._file.fileno(), before)
+                    self._torn = torn
             raise _unwritable(self._path, cause) from cause
+        self._torn = False
 
     def sync(self) -> None:
         """Flush the file to disk."""
@@ -77,7 +97,8 @@ class JsonLinesAppender:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # nothing is buffered, so nothing is lost
+            self._file.close()
 
 
 def _raw(file: IO[bytes], path: Path) -> Iterator[bytes]:
@@ -101,4 +122,7 @@ def _decoded(decoder: Any, raw: bytes, path: Path, number: int) -> Any:
 
 
 def _unwritable(path: Path, cause: OSError) -> FxpartError:
-    return error("FXP603", where=str(path), why=str(cause), fix="use a writable folder")
+    why = cause.strerror or str(cause)
+    return error(
+        "FXP603", where=str(path), why=why, fix="free disk space, or use a writable folder"
+    )

@@ -14,12 +14,13 @@ class Checkpoints:
     """Save a run into a folder and resume from it.
 
     folder: of the run, shared by all processes. every: updates between two checkpoints. keep:
-    number of checkpoints kept, at least two. strict: end the run if a checkpoint cannot be written
-    (FXP513); otherwise warn and continue. check: steps repeated after a restart must give the same
-    results (FXP518). restarts: largest number of restarts in a row without progress (FXP517).
-    signals: SIGTERM, SIGINT and SIGUSR1 save and end the run; if False their handlers are
-    unchanged. copies: keep the last checkpoints in the memory of this and another host too, so that
-    the loss of a host needs no disk; a path instead of True selects the folder.
+    number of checkpoints kept, at least two. strict: end the run if a checkpoint or another file of
+    the run cannot be written (FXP513, FXP603); otherwise warn and continue. check: steps repeated
+    after a restart must give the same results (FXP518). restarts: largest number of restarts in a
+    row without progress (FXP517). signals: SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the
+    run, and a second one of the first three ends it at once; if False their handlers are unchanged.
+    copies: keep the last checkpoints in the memory of this and another host too, so that the loss
+    of a host needs no disk; a path instead of True selects the folder.
     """
 
     folder: str | Path

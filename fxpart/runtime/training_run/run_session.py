@@ -18,13 +18,16 @@ import torch
 from fxpart.checkpoint import folder
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.diagnostics.rank_event import LEFT
+from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem
 from fxpart.runtime import heartbeat
 from fxpart.runtime.batch.batch_reader import flatten_batch
 from fxpart.runtime.training_run import generations
-from fxpart.runtime.training_run.ledger import Ledger, LedgerGeneration, LedgerUpdate
+from fxpart.runtime.training_run.generations import GenerationFence
+from fxpart.runtime.training_run.ledger import LedgerGeneration, LedgerUpdate
 from fxpart.runtime.training_run.options import Checkpoints
-from fxpart.runtime.training_run.run_state import capture_run_state, restore_run_state
+from fxpart.runtime.training_run.run_journal import RunJournal, RunStart
+from fxpart.runtime.training_run.run_state import LEDGER, capture_run_state, restore_run_state
 from fxpart.runtime.training_run.stop_signals import StopSignals, get_signal_name
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 
@@ -35,13 +38,6 @@ if TYPE_CHECKING:
 
 _MOST = 1 << 20  # bytes of a tensor up to which all of it is hashed
 _STRETCHES = 16
-
-
-class _RunStart(msgspec.Struct, frozen=True):
-    """State of the folder found by rank 0. newest: step of the newest checkpoint, or -1."""
-
-    generation: int
-    newest: int
 
 
 @dataclass(frozen=True)
@@ -58,21 +54,22 @@ class CompletedUpdate:
 
 class RunSession:
     """One call of fit with a folder. generation: number of this start, known after
-    :meth:`begin`.
+    :meth:`begin`. saved: whether the last state is complete and intact on the disk, known after
+    :meth:`end`.
     """
 
     def __init__(self, fit: FitLoop, options: Checkpoints) -> None:
         """Create a session; nothing is read or written yet."""
         self.options = options
         self.generation = 0
-        self.resumed = False
+        self.resumed = self.saved = False
         self._fit = fit
         self._run = options.run
         self._first = 0 in fit.transport.local
         self._signals = StopSignals(fit.trainer.request)
         self._saver: Saver | None = None
-        self._ledger: Ledger | None = None
-        self._generation_writer: generations.GenerationWriter | None = None
+        self._journal: RunJournal | None = None
+        self._fence: GenerationFence | None = None
         self._replicas: CheckpointReplicas | None = None
         self._reported_saves = 0  # problems of the saver that were reported
         self._reported_replicas = 0  # problems of the memory replicas that were reported
@@ -94,6 +91,7 @@ class RunSession:
         fit = self._fit
         start = self._read_folder()
         self.generation = start.generation
+        self._fence = GenerationFence(self._run.generations, start.generation, start.writer)
         agree(fit.transport, "the flight recorder file", self._store_events)
         if self.options.copies:
             self._replicas = self._make_replicas()
@@ -108,6 +106,7 @@ class RunSession:
         self._saver = Saver(
             fit.trainer, self._run.checkpoints, keep=self.options.keep,
             generation=start.generation, strict=self.options.strict, copies=self._replicas,
+            fence=self._fence.check,
         )  # fmt: skip
         agree(fit.transport, "the run's ledger", self._open_ledger)
         if not self.resumed:
@@ -124,23 +123,24 @@ class RunSession:
 
     def _restore_from_memory(self, newest: int) -> dict[str, Any] | None:
         """Restore a complete in-memory checkpoint that is as new as the disk's; return its extra
-        data.
+        data. It must belong to the history in the run's ledger.
         """
         from fxpart.runtime.checkpointing.loader import restore
 
         fit, tried = self._fit, list[str]()
         problems: list[Problem] = []
         while self._replicas is not None and (path := self._replicas.gather(newest, tried)):
+            tried.append(path.name)
             try:
                 found = agree(
                     fit.transport, "the in-memory checkpoint", partial(_open_checkpoint, path)
                 )
-                return restore(fit.trainer, found, random=False)
+                if self._belongs_to_run(found):
+                    return restore(fit.trainer, found, random=False)
             except FxpartError as failure:
                 if failure.code != "FXP510":
                     raise
                 problems += failure.problems
-                tried.append(path.name)
         # without a disk checkpoint, the damaged trainer state is no valid start
         if problems and newest < 0:
             raise FxpartError(problems)
@@ -148,36 +148,35 @@ class RunSession:
             warnings.warn(str(problem), stacklevel=5)
         return None
 
-    def _read_folder(self) -> _RunStart:
+    def _belongs_to_run(self, found: Checkpoint) -> bool:
+        """Return on every rank whether a checkpoint has the history of rank 0's ledger."""
+        same, saved = True, found.manifest.extra.get(LEDGER)
+        if self._journal is not None:
+            same = bool(saved) and saved == self._journal.chain_at(found.manifest.step)
+        transport = self._fit.transport
+        with convert_transport_errors(transport, "comparing the in-memory checkpoint"):
+            return bool(transport.exchange([int(same)])[0][0])
+
+    def _read_folder(self) -> RunStart:
         """Read the folder on rank 0 and share its state."""
         transport = self._fit.transport
         found = agree(transport, "the run's folder", lambda: (self._read_folder_on_first(), ""))
         with convert_transport_errors(transport, "sharing the state of the run's folder"):
             raw = transport.exchange_bytes(b"" if found is None else msgspec.json.encode(found))[0]
-        return msgspec.json.decode(raw, type=_RunStart)
+        return msgspec.json.decode(raw, type=RunStart)
 
-    def _read_folder_on_first(self) -> _RunStart | None:
+    def _read_folder_on_first(self) -> RunStart | None:
         """Read the folder on rank 0 and record this generation, however it ends."""
         if not self._first:
             return None
-        earlier = generations.load_generations(self._run.generations)
+        launch = read_launch()
+        restarted = launch is not None and launch.restarts > 0
+        self._journal = RunJournal(self.options, restarted=restarted)
         saved = folder.list_complete(self._run.checkpoints)
-        step = folder.step_of(saved[0]) if saved else -1
-        ledger = Ledger(self._run.ledger, check=self.options.check)
-        self._ledger, reached = ledger, ledger.reached
-        self._generation_writer = generations.GenerationWriter(self._run.generations)
-        number = max((g.began.generation for g in earlier), default=0) + 1
-        no_progress = generations.check_restart_progress(
-            self._run.path, earlier, max(step, 0), reached, self.options.restarts
-        )
-        self._generation_writer.begin(
-            number, world=self._fit.transport.ranks, step=max(step, 0), reached=reached,
+        return self._journal.begin_generation(
+            folder.step_of(saved[0]) if saved else -1, world=self._fit.transport.ranks,
             plan=_digest(self._fit.trainer.plan_text),
         )  # fmt: skip
-        if no_progress is not None:
-            self._generation_writer.end(number, step=max(step, 0), how=no_progress.code)
-            raise no_progress
-        return _RunStart(number, step)
 
     def _store_events(self) -> tuple[None, str]:
         """Store the flight recorder of this process in the run's folder from now on."""
@@ -189,26 +188,25 @@ class RunSession:
 
     def _open_ledger(self) -> tuple[None, str]:
         fit = self._fit
-        if self._ledger is not None:
+        if self._journal is not None:
             begin = LedgerGeneration(
                 generation=self.generation, after=fit.step, world=fit.transport.ranks,
                 same=_digest_determinants(fit), own=fit.run.local,
                 stream=fit.trainer.is_asynchronous,
             )  # fmt: skip
-            self._ledger.begin(begin)
-            _write(self._run.plan, fit.trainer.plan_text)
+            self._journal.begin_ledger(begin, fit.trainer.plan_text)
         return None, ""
 
     # -- during training ---------------------------------------------------------------------------
 
     def digest(self, batches: Sequence[Any]) -> str:
         """Return the digest of an update's batches on the rank with the ledger."""
-        return "" if self._ledger is None else digest_batches(batches)
+        return "" if self._journal is None else digest_batches(batches)
 
     def updated(self, done: CompletedUpdate, loss: float) -> None:
         """Write an update to the ledger; FXP518 if it differs from its earlier execution."""
-        if self._ledger is not None:
-            self._ledger.write(
+        if self._journal is not None:
+            self._journal.update(
                 LedgerUpdate(
                     step=done.step, epoch=done.epoch, first=done.first, batches=done.batches,
                     rows=done.rows, digest=done.digest,
@@ -237,9 +235,10 @@ class RunSession:
         fit = self._fit
         fit.settle()
         if self._saved_step != fit.step:
-            if self._ledger is not None:
-                fit.guarded("the run's ledger", self._ledger.sync)
             extra = capture_run_state(fit)
+            if self._journal is not None:
+                fit.guarded("the run's ledger", partial(self._journal.sync, fit.step))
+                extra[LEDGER] = self._journal.chain
             self._saved_step = fit.step
             fit.trainer.events.put("saving a checkpoint")
             self._saver.save(fit.step, extra, wait=wait)
@@ -259,6 +258,8 @@ class RunSession:
         """Warn of checkpoints that were not written; equal on every rank."""
         assert self._saver is not None
         for failure in self._saver.problems[self._reported_saves :]:
+            if failure.code == "FXP521":
+                raise failure
             warnings.warn(str(failure), stacklevel=4)
         self._reported_saves = len(self._saver.problems)
         if self._replicas is not None:
@@ -278,20 +279,27 @@ class RunSession:
     # -- the end --------------------------------------------------------------------------------
 
     def end(self, why: str) -> None:
-        """End the run normally, with a last checkpoint."""
+        """End the run normally, with a last checkpoint that is read back from the disk."""
+        assert self._saver is not None
         self.save(wait=True)
-        if self._replicas is not None:
+        self.saved = self._saver.confirm(self._fit.step)
+        if not self.saved:  # removed since it was saved, or there is room now
+            self._saved_step = -1
+            self.save(wait=True)
+            self.saved = self._saver.confirm(self._fit.step)
+        if self._replicas is not None and self.saved:
             self._replicas.remove()  # the disk has all of it
-        if self._generation_writer is not None:
-            self._generation_writer.end(self.generation, step=self._fit.step, how=why)
+        if self._journal is not None:
+            how = why if self.saved else generations.UNSAVED
+            self._journal.end(self.generation, step=self._fit.step, how=how)
         self._fit.trainer.events.put(LEFT, "end")
 
     def fail(self, cause: BaseException) -> None:
         """Record a failure of the run without waiting for other ranks."""
         from fxpart.diagnostics.failure_record import record_failure
 
-        if not self.generation:
-            return
+        if not self.generation or (isinstance(cause, FxpartError) and cause.code == "FXP521"):
+            return  # nothing was begun, or the run belongs to another process now
         line = next(iter(str(cause).splitlines()), "")
         if isinstance(cause, FxpartError):
             first = cause.problems[0]
@@ -301,10 +309,10 @@ class RunSession:
             self._run.failure(self.generation, rank), cause, rank=rank,
             generation=self.generation, events=self._fit.trainer.events,
         )  # fmt: skip
-        if self._generation_writer is not None:
+        if self._journal is not None:
             text = f"rank {rank}: {line or type(cause).__name__}"
             with contextlib.suppress(FxpartError):  # do not hide the failure that ends the run
-                self._generation_writer.end(
+                self._journal.end(
                     self.generation, step=self._fit.step, how=generations.FAILED, why=text
                 )
 
@@ -313,9 +321,8 @@ class RunSession:
         self._signals.__exit__(None, None, None)
         if self._replicas is not None:
             self._replicas.close()
-        for file in (self._ledger, self._generation_writer):
-            if file is not None:
-                file.close()
+        if self._journal is not None:
+            self._journal.close()
 
 
 def _open_checkpoint(path: Path) -> tuple[Checkpoint, str]:
@@ -345,14 +352,6 @@ def _digest_determinants(fit: FitLoop) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if text else ""
-
-
-def _write(path: Path, text: str) -> None:
-    """Write atomically, by renaming a temporary file."""
-    if text:
-        beside = path.with_name(f".{path.name}")
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
 
 
 def digest_batches(batches: Sequence[Any]) -> str:

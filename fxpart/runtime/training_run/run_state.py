@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # position and random state of each process, and the index of each process's state
 _OWN, _OF = "data", "data_of"
+LEDGER = "ledger"  # digest of the run's history in its ledger
 
 
 def capture_run_state(fit: FitLoop) -> dict[str, Any]:
@@ -53,7 +54,11 @@ def restore_run_state(fit: FitLoop, found: Mapping[str, Any]) -> None:
             why="it was not saved by fit, so it has no data position",
             fix="use trainer.load_checkpoint with it, then fit with a new folder",
         )
-    plain = {key: from_json_value(value) for key, value in found.items() if key not in (_OWN, _OF)}
+    plain = {
+        key: from_json_value(value)
+        for key, value in found.items()
+        if key not in (_OWN, _OF, LEDGER)
+    }
     fit.step, fit.loss, fit.values = plain["step"], plain["loss"], plain["values"]
     _load(fit.scheduler, plain["scheduler"])
     _load(fit.run.early_stopping, plain["early stopping"])

@@ -65,7 +65,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         assert fit(tmp_path, data()).steps == 8
     with pytest.raises(FxpartError, match="FXP513"):
         fit(tmp_path, data(), strict=True)
-    with pytest.raises(FxpartError, match="FXP520"):
+    with pytest.raises(FxpartError, match="FXP603"):
         fit(tmp_path / "checkpoints" / "inner", data())
 
 
