@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -58,10 +59,7 @@ class OpSpec:
     @property
     def key(self) -> str:
         """The name that rules go by: "addmm" for aten.addmm_.default, "x.f" for others' ops."""
-        namespace, _, rest = self.name.partition(".")
-        base = rest.split(".")[0] if rest else namespace
-        base = base[:-1] if base.endswith("_") and not base.endswith("__") else base
-        return base if namespace == "aten" or not rest else f"{namespace}.{base}"
+        return _key_of(self.name)
 
     def needs(self, position: int) -> bool:
         """Return whether the input at ``position`` needs a gradient."""
@@ -72,6 +70,14 @@ class OpSpec:
     def attribute(self, *names: str) -> object:
         """Return the first attribute among the names or positions; None if there is none."""
         return next((value for key, value in self.attributes if key in names), None)
+
+
+@lru_cache(maxsize=4096)
+def _key_of(name: str) -> str:
+    namespace, _, rest = name.partition(".")
+    base = rest.split(".")[0] if rest else namespace
+    base = base[:-1] if base.endswith("_") and not base.endswith("__") else base
+    return base if namespace == "aten" or not rest else f"{namespace}.{base}"
 
 
 @dataclass(frozen=True)

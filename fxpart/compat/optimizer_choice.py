@@ -101,16 +101,28 @@ def state_bytes(
             sizes = state_bytes(part, [shape_of[name] for name in mine])
             found |= zip(mine, sizes, strict=True)
         return [found[name] for name in names]
-    distinct = list(dict.fromkeys(shapes))
+    table: dict[Shape, int] = {}
+    if is_torch_class(choice):
+        table = _SIZES.setdefault((choice.make, torch.get_default_dtype()), table)
+    missing = [shape for shape in dict.fromkeys(shapes) if shape not in table]
+    if missing:
+        table |= zip(missing, _measure_states(choice, missing), strict=True)
+    return [table[shape] for shape in shapes]
+
+
+# Bytes of state by parameter, for each class of torch.optim and dtype of its counters.
+_SIZES: dict[tuple[Make, torch.dtype], dict[Shape, int]] = {}
+
+
+def _measure_states(choice: OptimizerChoice, shapes: Sequence[Shape]) -> list[int]:
+    """Return the bytes of state of parameters of these shapes after one step."""
     try:
-        states = _step(choice, distinct, "meta")
-        sizes = [sum(t.numel() * t.element_size() for t in tensors_in(s)) for s in states]
+        states = _step(choice, shapes, "meta")
+        return [sum(t.numel() * t.element_size() for t in tensors_in(s)) for s in states]
     except FxpartError:
         raise
     except Exception:  # user classes may raise anything on meta tensors
-        sizes = [_measured(choice, shape) for shape in distinct]
-    table = dict(zip(distinct, sizes, strict=True))
-    return [table[shape] for shape in shapes]
+        return [_measured(choice, shape) for shape in shapes]
 
 
 MAX_REAL = 1 << 20  # maximum elements of a parameter for a real step
@@ -191,6 +203,11 @@ def tensors_in(state: object) -> Iterator[torch.Tensor]:
     elif isinstance(state, list | tuple):
         for entry in state:
             yield from tensors_in(entry)
+
+
+def is_torch_class(choice: OptimizerChoice) -> bool:
+    """Return whether the factory is a class of torch.optim, whose steps can be measured once."""
+    return choice.make in _named().values()
 
 
 def _named() -> dict[str, type[torch.optim.Optimizer]]:

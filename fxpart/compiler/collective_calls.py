@@ -8,7 +8,7 @@ op with a sharded result is replaced by ``random_shard``.
 from __future__ import annotations
 
 from functools import partial
-from types import ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,10 +26,9 @@ _RANDOM_FIRST = 2  # number of arguments before the key
 
 def is_collective(target: Any) -> bool:
     """Return whether a call's target is a function of :mod:`fxpart.collectives`."""
-    if isinstance(target, (str, ModuleType)) or not callable(target):
-        return False
-    name = getattr(target, "__name__", "")
-    return bool(name) and getattr(collectives, name, None) is target
+    return isinstance(target, FunctionType) and (
+        getattr(collectives, target.__name__, None) is target
+    )
 
 
 def is_random_shard(target: Any) -> bool:

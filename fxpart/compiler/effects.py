@@ -7,6 +7,7 @@ schema hides an effect.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -151,15 +152,23 @@ def list_written_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     if not is_op(target):
         return ()
     found: list[fx.Node] = []
-    for position, declared in enumerate(operation_schema(target).arguments):
-        if declared.alias_info is not None and declared.alias_info.is_write:
-            value = args[position] if position < len(args) else node.kwargs.get(declared.name)
-            found.extend(tensors_in(value))
+    for position, name in _list_written_arguments(target):
+        found.extend(tensors_in(args[position] if position < len(args) else node.kwargs.get(name)))
     table = _STATISTICS.get(packet_name(target))
     if table is not None and _on(argument(node, table[1])):
         for position in table[0]:
             found.extend(tensors_in(args[position] if position < len(args) else None))
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _list_written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an op writes, by its schema."""
+    return tuple(
+        (position, declared.name)
+        for position, declared in enumerate(operation_schema(target).arguments)
+        if declared.alias_info is not None and declared.alias_info.is_write
+    )
 
 
 def tensors_in(value: Any) -> Iterator[fx.Node]:
@@ -184,16 +193,24 @@ def views(node: fx.Node) -> tuple[fx.Node, ...]:
     if not is_op(target):
         # getitem selects a tensor from the list that an op returned.
         return tuple(n for n in node.args if isinstance(n, fx.Node))
-    if torch.Tag.maybe_aliasing_or_mutating not in target.tags and not any(
-        r.alias_info is not None for r in operation_schema(target).returns
-    ):
+    positions = _list_aliased_arguments(target)
+    if not positions:
         return ()
     args = op_args(node)
+    return tuple(n for i in positions if i < len(args) for n in tensors_in(args[i]))
+
+
+@lru_cache(maxsize=4096)
+def _list_aliased_arguments(target: Any) -> tuple[int, ...]:
+    """Return the positions of the arguments that an op's results may alias, by its schema."""
+    schema = operation_schema(target)
+    unknown = torch.Tag.maybe_aliasing_or_mutating in target.tags
+    if not unknown and not any(r.alias_info is not None for r in schema.returns):
+        return ()
     return tuple(
-        n
-        for position, declared in enumerate(operation_schema(target).arguments)
-        if declared.alias_info is not None or torch.Tag.maybe_aliasing_or_mutating in target.tags
-        for n in tensors_in(args[position] if position < len(args) else None)
+        position
+        for position, declared in enumerate(schema.arguments)
+        if unknown or declared.alias_info is not None
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fxpart.compat import TorchDispatchMode
-from fxpart.compat.optimizer_choice import OptimizerChoice
+from fxpart.compat.optimizer_choice import OptimizerChoice, is_torch_class
 
 _SIDE = 64  # rows and columns of the test weights
 _LEAST = 0.5  # of a weight's size; smaller tensors (rows, columns, scalars) are ignored
@@ -35,6 +35,7 @@ class OptimizerTemporaries:
 
 
 UNKNOWN = OptimizerTemporaries(2.0, 1.0)  # AdamW's, for classes that cannot be measured
+_TEMPORARIES: dict[Callable[..., torch.optim.Optimizer], OptimizerTemporaries] = {}
 
 
 def temporaries(choice: OptimizerChoice) -> OptimizerTemporaries:
@@ -46,7 +47,11 @@ def temporaries(choice: OptimizerChoice) -> OptimizerTemporaries:
     if choice.parts:
         found = [temporaries(part) for _, part in choice.parts]
         return OptimizerTemporaries(max(f.own for f in found), max(f.carried for f in found))
-    return _measured(choice.make)
+    known = _TEMPORARIES.get(choice.make)
+    measured = known or _measured(choice.make)
+    if is_torch_class(choice) and measured is not UNKNOWN:
+        _TEMPORARIES[choice.make] = measured
+    return measured
 
 
 def _measured(make: Callable[..., torch.optim.Optimizer]) -> OptimizerTemporaries:
