@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -164,27 +164,34 @@ MODELS = {
 }
 
 
-def right_or_refused(
-    make: Any, layout: dict[str, Any], model: str = "perceptron", steps: int = 5
-) -> str:
-    """The code with which a trainer is refused, "" where it gives plain PyTorch's numbers."""
+@cache
+def compiled(model: str, layout: str) -> tuple[nn.Module, fxpart.Program]:
+    """A module before training and its program, which no trainer changes."""
     kind, size, target = MODELS[model]
     torch.manual_seed(0)
     module = kind()
+    constraints = {**LAYOUTS, "one": ONE}[layout]
+    if layout == "tensor" and model == "perceptron":
+        fxpart.annotate(module, {"2.weight": "tp:S(1)", "0.weight": "tp:S(0)", "0.bias": "tp:S(0)"})
+    program = fxpart.compile(
+        module, "local:1" if layout == "one" else "local:2",
+        example_inputs=(torch.randn(8, *size), torch.randn(8, *target)), loss=nn.MSELoss(),
+        microbatches=1, constraints=constraints,
+    )  # fmt: skip
+    return module, program
+
+
+def right_or_refused(make: Any, layout: str, model: str = "perceptron", steps: int = 5) -> str:
+    """The code with which a trainer is refused, "" where it gives plain PyTorch's numbers."""
+    _, size, target = MODELS[model]
+    module, program = compiled(model, layout)
     plain, draw = copy.deepcopy(module), torch.Generator().manual_seed(3)
     batches = [
         (torch.randn(8, *size, generator=draw), torch.randn(8, *target, generator=draw))
         for _ in range(steps)
     ]
-    cluster = "local:1" if layout is ONE else "local:2"
-    if "tp" in layout["mesh"] and model == "perceptron":
-        fxpart.annotate(module, {"2.weight": "tp:S(1)", "0.weight": "tp:S(0)", "0.bias": "tp:S(0)"})
-    made = fxpart.compile(
-        module, cluster, example_inputs=batches[0], loss=nn.MSELoss(), microbatches=1,
-        constraints=layout,
-    )  # fmt: skip
     try:
-        trainer = made.trainer(make)
+        trainer = program.trainer(make)
     except FxpartError as refused:
         assert refused.code in ("FXP109", "FXP115")
         return refused.code
@@ -204,7 +211,7 @@ def right_or_refused(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_what_needs_whole_rows(rule: Rule, layout: str) -> None:
-    found = right_or_refused(partial(Ruled, rule=rule), LAYOUTS[layout])
+    found = right_or_refused(partial(Ruled, rule=rule), layout)
     expected = "FXP109" if layout in ("zero1", "zero2", "zero3", "tensor") else ""
     assert found == expected or (layout == "tensor" and not found)  # which is then right
 
@@ -214,13 +221,13 @@ def test_what_needs_whole_rows(rule: Rule, layout: str) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_convolutions(rule: Rule, layout: str) -> None:
     expected = "" if layout == "stages" else "FXP109"
-    assert right_or_refused(partial(Ruled, rule=rule), LAYOUTS[layout], "convolutions") == expected
+    assert right_or_refused(partial(Ruled, rule=rule), layout, "convolutions") == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_one_rank_is_right(rule: Rule) -> None:
-    assert right_or_refused(partial(Ruled, rule=rule), ONE) == ""
+    assert right_or_refused(partial(Ruled, rule=rule), "one") == ""
 
 
 @pytest.mark.slow
@@ -232,23 +239,23 @@ def test_one_rank_is_right(rule: Rule) -> None:
 )
 def test_a_rule_that_begins_late(when: Callable[[int], bool], where: str) -> None:
     make = partial(Late, when=when, where=where)
-    assert right_or_refused(make, LAYOUTS["zero1"]) == "FXP109"
-    assert right_or_refused(make, LAYOUTS["stages"]) == "FXP115"
+    assert right_or_refused(make, "zero1") == "FXP109"
+    assert right_or_refused(make, "stages") == "FXP115"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0.3, 5.0, 30.0, 300.0])
 def test_a_limit_to_all_gradients(limit: float) -> None:
     make = partial(Skips, weight_decay=limit)
-    assert right_or_refused(make, LAYOUTS["zero2"]) == "FXP109"
-    assert right_or_refused(make, LAYOUTS["stages"]) == "FXP115"
-    assert right_or_refused(make, LAYOUTS["replicas"]) == ""
+    assert right_or_refused(make, "zero2") == "FXP109"
+    assert right_or_refused(make, "stages") == "FXP115"
+    assert right_or_refused(make, "replicas") == ""
 
 
 @pytest.mark.slow
 def test_nothing_is_known_of_what_moves_nothing() -> None:
-    assert right_or_refused(partial(Idle, lr=0.1), LAYOUTS["zero1"]) == "FXP109"
-    assert right_or_refused(partial(Idle, lr=0.1), LAYOUTS["replicas"]) == ""
+    assert right_or_refused(partial(Idle, lr=0.1), "zero1") == "FXP109"
+    assert right_or_refused(partial(Idle, lr=0.1), "replicas") == ""
 
 
 def inherited(kind: type[torch.optim.Optimizer], **options: Any) -> Any:
@@ -276,7 +283,7 @@ ELEMENTWISE = [
 @pytest.mark.parametrize("make", ELEMENTWISE, ids=lambda make: make.func.__name__)
 def test_number_by_number_is_accepted_everywhere(make: Any) -> None:
     for layout in ("zero1", "zero3", "tensor", "stages"):
-        assert right_or_refused(make, LAYOUTS[layout], steps=2) == ""
+        assert right_or_refused(make, layout, steps=2) == ""
 
 
 def test_it_is_cheap() -> None:

@@ -204,8 +204,15 @@ def plainly(given: nn.Module, loss: Loss, data: Sequence[Batch]) -> tuple[list[f
 def difference(loss: Loss, data: Sequence[Batch], *, seed: int = 0, **options: Any) -> float:
     """The largest difference of a loss or weight between fxpart and plain PyTorch."""
     given = model(seed)
-    losses, trained = plainly(given, loss, data)
     program = fxpart.compile(given, "local:4", example_inputs=data[0], loss=loss, **options)
+    return program_difference(program, given, loss, data)
+
+
+def program_difference(
+    program: fxpart.Program, given: nn.Module, loss: Loss, data: Sequence[Batch]
+) -> float:
+    """The largest difference of a loss or weight between a program and plain PyTorch."""
+    losses, trained = plainly(given, loss, data)
     trainer = program.trainer(sgd)
     try:
         found = [trainer.step(batch).item() for batch in data]

@@ -19,6 +19,7 @@ from objective_models import (
     difference,
     model,
     plainly,
+    program_difference,
     sgd,
 )
 from torch import nn
@@ -38,9 +39,16 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_microbatches_and_replicas_have_the_loss_of_the_batch(name: str) -> None:
+    data, given, loss = batches(8), model(), LOSSES[name]
+    program = fxpart.compile(
+        given, "local:4", example_inputs=data[0], loss=loss, microbatches=4,
+        constraints=LAYOUTS["pipeline"],
+    )  # fmt: skip
     for layout, count in (("pipeline", 4), ("replicas", 2), ("both", 4)):
-        data = batches(8)
-        found = difference(LOSSES[name], data, microbatches=count, constraints=LAYOUTS[layout])
+        planned = program
+        if layout != "pipeline":
+            planned = program.replan("local:4", microbatches=count, constraints=LAYOUTS[layout])
+        found = program_difference(planned, given, loss, data)
         assert found < 1e-12, (layout, found)
 
 
@@ -146,12 +154,13 @@ def test_accumulated_batches_weigh_what_their_losses_are_divided_by(name: str) -
     data = [*batches(8, 2), *batches(4, 1, seed=3)]
     whole = tuple(torch.cat(parts) for parts in zip(*data, strict=True))
     (expected,), trained = plainly(model(), LOSSES[name], [whole])  # type: ignore[list-item]
+    program = fxpart.compile(
+        model(), "local:4", example_inputs=data[0], loss=LOSSES[name], microbatches=1,
+        constraints=LAYOUTS["pipeline"],
+    )  # fmt: skip
     for layout, count in (("pipeline", 1), ("pipeline", 3), ("replicas", 2)):
-        program = fxpart.compile(
-            model(), "local:4", example_inputs=data[0], loss=LOSSES[name], microbatches=count,
-            constraints=LAYOUTS[layout],
-        )  # fmt: skip
-        trainer = program.trainer(sgd)
+        planned = program.replan("local:4", microbatches=count, constraints=LAYOUTS[layout])
+        trainer = planned.trainer(sgd)
         fitted = trainer.fit(data, accumulate=3)
         state = trainer.state_dict()
         trainer.close()
