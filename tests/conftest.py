@@ -13,7 +13,7 @@ from hypothesis import Phase, settings
 # Threads first: torch reads this when it is imported, and the machine may have two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from long_tests import is_long, turn
+from long_tests import is_long, repeated_combinations, turn
 from ranks import Pool
 
 # Processes that tests start read startup/sitecustomize.py; this one does as they do.
@@ -32,8 +32,12 @@ settings.load_profile("steady")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the longest cases, and begin with the longest files; see tests/support/long_tests.py."""
+    cases = [
+        (item.nodeid, getattr(getattr(item, "callspec", None), "params", None)) for item in items
+    ]
+    repeated = set(repeated_combinations(cases))
     for item in items:
-        if is_long(item.nodeid):
+        if is_long(item.nodeid) or item.nodeid in repeated:
             item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: turn(item.nodeid))
 

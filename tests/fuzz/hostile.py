@@ -1,7 +1,8 @@
 """Files that want to be more than data, read in a process of its own under an audit hook.
 
-``python hostile.py FOLDER`` reads those of all readers and prints as JSON what else happened:
-a process, a socket, a file outside, an import, code that was compiled or run.
+``python hostile.py FOLDER COUNT`` reads those of all readers, COUNT good ones with a hostile word
+each, and prints as JSON what else happened: a process, a socket, a file outside, an import, code
+that was compiled or run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from fuzz.readers import READERS  # noqa: E402
 from fuzz.reading import scratch  # noqa: E402
 from fxpart.errors import FxpartError  # noqa: E402
 
-COUNT = 300  # of each reader
 # What may happen while a file is read; everything else that Python audits is a finding.
 HARMLESS = {
     "object.__getattr__", "object.__setattr__", "sys._getframe", "sqlite3.connect/handle",
@@ -99,7 +99,7 @@ def words(canary: Path) -> list[str]:
     ]
 
 
-def files(samples: list[Sample], canary: Path) -> Iterator[bytes]:
+def files(samples: list[Sample], canary: Path, count: int) -> Iterator[bytes]:
     """Hostile files for a reader: whole ones, and good ones with a word in a place of theirs."""
     rng = random.Random(str(len(samples)))
     evil = words(canary)
@@ -109,7 +109,7 @@ def files(samples: list[Sample], canary: Path) -> Iterator[bytes]:
     yield f"!!python/object/apply:os.system ['touch {canary}']".encode()
     yield b'<?xml version="1.0"?><!DOCTYPE x [<!ENTITY e SYSTEM "file:///etc/passwd">]><x>&e;</x>'
     yield from (word.encode() for word in evil)
-    for _ in range(COUNT):
+    for _ in range(count):
         sample, word = rng.choice(samples), rng.choice(evil)
         yield _placed(sample, word, rng)
 
@@ -158,7 +158,7 @@ class Watch:
         self.reader = reader
 
 
-def main(folder: str, names: list[str]) -> None:
+def main(folder: str, changed: int, names: list[str]) -> None:
     """Read every hostile file of the readers, and print what else was done."""
     outside = Path(folder).resolve()
     watch = Watch(str(scratch()))
@@ -172,7 +172,7 @@ def main(folder: str, names: list[str]) -> None:
         for sample in samples:
             reader.read(sample.seal(sample.data) if sample.seal else sample.data)
         wrong, count = [], 0
-        for data in list(files(samples, outside / "canary")):
+        for data in list(files(samples, outside / "canary", changed)):
             watch.reader = name
             fault = _tried(reader.read, data)
             watch.reader = ""
@@ -194,4 +194,4 @@ def _tried(read: Callable[[bytes], Any], data: bytes) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:] or list(READERS))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:] or list(READERS))

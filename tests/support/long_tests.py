@@ -1,12 +1,16 @@
 """The longest cases of tests that run over many models or seeds: left to ``make long``.
 
 `make test` keeps cases of every such test; here are the variants that take longest and add least.
-And the files that come first.
+Of tests over all combinations of some parameters it keeps each value of each parameter. And the
+files that come first.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 # Models of the zoo that take longest and are much like others.
 _OTHERS = r"(transformer|t5|bart|whisper|clip|bert|distilbert|mamba|resnet\w*|llama)\b"
@@ -19,8 +23,8 @@ _CASES = (
     r"test_replay\.py::\S+\[(transformer|bart|whisper)\]",
     r"test_capture_zoo\.py::test_evaluation\w+\[(transformer|bart|whisper|mixtral|mamba)\]",
     r"verification/test_single_process\.py::test_(in_one_process|over_gloo)\[(transformer|vit|llama|bert|mamba)-2\]",
-    r"verification/test_sharded_equality\.py::test_in_this_process\[(t5|mixtral|bert|llama|vit|resnet50)\]",
-    r"verification/test_sharded_equality\.py::test_over_gloo\[(t5|mixtral|bert|llama|vit)\]",
+    r"verification/test_sharded_equality\.py::test_in_this_process\[(t5|mixtral|bert|llama|vit|resnet50)-",
+    r"verification/test_sharded_equality\.py::test_over_gloo\[(t5|mixtral|bert|llama|vit)-",
     r"verification/test_sharded_equality\.py::test_in_float64\[(t5|bert|llama|vit)-",
     r"verification/test_single_process\.py::test_in_one_process\[(t5|clip|whisper|bart)-2\]",
     r"verification/test_single_process\.py::test_without_dropout\[t5\]",
@@ -60,7 +64,7 @@ _CASES = (
     r"emulator/test_modes\.py::test_(nadam|double)\w+\[gpt-[23]-",
     r"elastic/test_runs\.py::test_a_(rank|machine)_that",
     r"heartbeat/test_restarts\.py::test_two_restarts\[(own|standalone)\]",
-    r"verification/test_sharded_equality\.py::test_over_gloo\[resnet50\]",
+    r"verification/test_sharded_equality\.py::test_over_gloo\[resnet50-",
     r"emulator/test_cli\.py::test_the_page_shows_what_its_commands_print",
     r"test_planned\.py::test_every_stage\S+\[gpt2-constraints[46]\]",
     r"test_published\.py::test_any_is_never\S+\[(op_bert_l-6|layer_resnet50)_",
@@ -81,7 +85,8 @@ _CASES = (
     r"verification/test_single_process\.py::test_in_one_process\[(gpt2|mixtral|distilbert|resnet50|unet)-2\]",
     r"verification/test_single_process\.py::test_in_one_process\[(t5|bart|whisper)-4\]",
     r"test_objective\.py::test_sums_of_losses",
-    r"fuzz/test_readers_fuzzed\.py::test_changed_files\[(reproducer|profile-rows)-1000\]",
+    r"fuzz/test_readers_fuzzed\.py::test_changed_files\[(reproducer|profile-rows)-250\]",
+    r"fuzz/test_hostile_files\.py::test_under_an_audit_hook\[300-",
     r"test_measured\.py::test_little_time_is_of_no_class\[(clip|mamba|resnet50|llama)\]",
     r"codegen/test_precision\.py::test_the_zoo_under_autocast\[transformer\]",
     r"diagnostics/test_real_runs\.py::test_the_right_rank_is_named\[stop-2",
@@ -187,8 +192,68 @@ _CASES = (
     r"test_resharding\.py::test_lanes_take\S+\[(zero-1|zero-3|tp|dp|pipeline)-adamw",
     r"test_split_models\.py::test_all_models\[mixtral",
     r"queues/test_(memory|checkpoints)\.py::test_(no_copy\S+\[2|another_goes_on\S+-[03]-)",
+    # Plans that take longest: `golden_plans.py --check` and `make long` compare all.
+    r"test_golden_plans\.py::\S+\[(unlike_wide|free_wide_two_hosts|free_gpt2|mesh_experts)",
+    r"test_step_time\.py::test_every_report\S+\[(async_free|mesh_bf16|like_copies|forbidden_data)",
+    r"test_replicated_stages\.py::test_wishes\S+\[wish[023]",
+    r"test_replicated_stages\.py::test_copies_are_left_alone",
+    r"planner/test_degrees\.py::test_no_mesh_given\S+\[1e-06-10000000000",
+    # Larger models where small ones take the same way.
+    r"test_sharded_equality\.py::test_(over_gloo\[gpt2|in_this_process\[gpt2-others)",
+    r"test_schedules_equality\.py::test_whole_zoo\[(mixtral|vit)",
+    r"test_stage_boundaries\.py::test_the_hidden\S+\[(gpt2-2|mixtral|vit)",
+    r"test_single_process\.py::test_in_one_process\[(vit|unet|mixtral)-4",
+    r"capture/test_capture_zoo\.py::test_training\w+\[(bert|llama)",
+    r"capture/test_capture_zoo\.py::test_names\w+\[(transformer|distilbert|bart)",
+    r"capture/test_replay\.py::\S+\[vit",
+    r"test_forms\.py::test_forms_of_the_zoo\S+\[dp=2,tp=2-mixtral",
+    r"codegen/test_blocks\.py::test_models\[lstm",
+    r"test_group_experts\.py::test_models\[Mixtral-options1",
+    r"test_autocast_devices\.py::test_recorded\S+\[(vit|mixtral)",
+    r"test_huggingface\.py::test_trained_at_two_ranks\S+\[1073741824",
+    r"test_large_tables\.py::test_a_table_that_no\S+\[(tp=2)?\]",
+    r"planner/test_stage_graphs\.py::test_numbers_over_gloo\[towers",
+    r"repository/test_examples\.py::test_all_axes_is_what_it_says",
+    # Processes: one of each kind remains.
+    r"test_one_plan\.py::test_under_torchrun",
+    r"test_soak\.py::\S+\[(data|memory)",
+    r"test_partial_batches\.py::test_dropout_draws\S+\[3",
+)
+# Of tests over all combinations of some parameters, those that take longest.
+_COMBINATIONS = (
+    r"capture/test_kept_tensors\.py::test_compile_leaves_them",
+    r"capture/test_replay_values\.py::test_values_that_leave",
+    r"emulator/test_modes\.py::test_(gpt|mlp)$",
+    r"objective/test_objective\.py::test_(graphs|coupled_rows)_of_one_size",
+    r"passes/test_complex_writes\.py::test_several_ranks",
+    r"passes/test_fold_attention_mask\.py::test_causal",
+    r"passes/test_state_writes\.py::",
+    r"planner/test_recompute_plans\.py::test_a_fixed_mode",
+    r"planner/test_replicated_plans\.py::test_the_numbers_of_one",
+    r"pricing/test_joint\.py::test_one_rank_for_a_stage",
+    r"runtime/asynchronous/test_stream_(checkpoints|instances|refused|ranks)\.py::",
+    r"runtime/checkpointing/test_resharding\.py::",
+    r"runtime/queues/test_(tied_parameters|options|checkpoints)\.py::",
+    r"passes/test_experts_lowered\.py::test_mixtral$",
+    r"runtime/test_(accumulation|cuda_graphs|frozen_layers|overlap|virtual_stages|zero)\.py::",
+    r"runtime/test_schedules_equality\.py::test_every_schedule",
+    r"runtime/training_run/test_position\.py::",
+    r"runtime/weight_prediction/test_memory\.py::",
+    r"runtime/weights/test_streams\.py::test_mlp",
+    r"verification/test_single_process\.py::test_over_gloo",
+    r"verification/test_supported\.py::test_outcome",
+    r"runtime/test_ambient\.py::",
+    r"runtime/test_divisors\.py::",
+    r"runtime/test_layouts\.py::",
+    r"runtime/test_mixed_dtypes\.py::",
+    r"runtime/test_module_watch\.py::",
+    r"runtime/test_nccl_order\.py::test_every_schedule",
+    r"runtime/test_optimizer_(instances|probe|ranks|schedules)\.py::",
+    r"runtime/test_partial_batches\.py::test_sums_over_counted",
+    r"runtime/test_sparse_rows\.py::",
 )
 _LONG = re.compile("|".join(_CASES))
+_COMBINED = re.compile("|".join(_COMBINATIONS))
 
 # Files that take longest come first, so that both workers of `make test` end together; those that
 # start many processes between those that do not.
@@ -224,6 +289,37 @@ _TURNS = {f"tests/{name}": number for number, name in enumerate(_FIRST)}
 def is_long(case: str) -> bool:
     """Whether a test case, by its full name, is one of the longest."""
     return _LONG.search(case) is not None
+
+
+def repeated_combinations(cases: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """Yield cases of some tests all of whose parameters' values are in the cases that remain.
+
+    cases: the full names with the values by parameter, None without parameters, as collected. First
+    remain those with new values only, then those with a new value. One of the longest cases by its
+    name does not count.
+    """
+    tests: defaultdict[str, list[tuple[str, set[tuple[str, Any]]]]] = defaultdict(list)
+    for case, values in cases:
+        test = case.partition("[")[0]
+        if values and len(values) > 1 and _COMBINED.search(test) and not is_long(case):
+            tests[test].append((case, {(name, _identify(value)) for name, value in values.items()}))
+    for together in tests.values():
+        seen: set[tuple[str, Any]] = set()
+        kept = set()
+        for case, values in together:
+            if seen.isdisjoint(values):
+                seen |= values
+                kept.add(case)
+        for case, values in together:
+            if not seen >= values:
+                seen |= values
+                kept.add(case)
+        yield from (case for case, _ in together if case not in kept)
+
+
+def _identify(value: Any) -> Any:
+    """Return what is equal for equal values of a parameter: the value itself or its id."""
+    return value if isinstance(value, (str, int, float, type(None))) else id(value)
 
 
 def turn(case: str) -> int:
