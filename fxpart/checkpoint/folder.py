@@ -62,7 +62,7 @@ def commit(partial: Path, manifest: CheckpointManifest) -> Path:
         files.sync_folder(partial)
         _check_complete(partial)
         if final.is_dir():
-            if _is_intact(final):
+            if _open(final, verify=True) is not None:
                 shutil.rmtree(partial)
                 return final
             _move_aside(final, "damaged")
@@ -135,22 +135,28 @@ def prune(
 ) -> list[Path]:
     """Remove all but the newest ``keep`` readable checkpoints, and remains of earlier generations.
 
-    Damaged ones do not count; those newer than the oldest kept one stay for inspection. Return the
-    removed folders. step: of the checkpoint just saved; later ones do not count, because the run
-    has resumed before them. verify: compare all digests of those that count. dry: remove nothing.
-    FXP513 if removal fails.
+    The newest one with finite state is kept, too. Damaged ones do not count; those newer than the
+    oldest kept one stay for inspection. Return the removed folders. step: of the checkpoint just
+    saved; later ones do not count, because the run has resumed before them. verify: compare all
+    digests of those that count. dry: remove nothing. FXP513 if removal fails.
     """
     assert keep >= FEWEST, f"at least {FEWEST} are kept"
     dropped: list[Path] = []
     with files.convert_save_errors(str(root)):
-        kept = 0
+        kept, finite = 0, False
         for path in list_complete(root):
             if kept >= keep:
-                dropped.append(path)
+                # Of a run whose state is not finite any more, the last finite one is kept, too.
+                last = None if finite else _open(path, verify=verify)
+                if last is not None and last.manifest.is_finite:
+                    finite = True
+                else:
+                    dropped.append(path)
             elif step is not None and step_of(path) > step:
                 continue
-            elif (_is_intact if verify else _can_open)(path):
+            elif (found := _open(path, verify=verify)) is not None:
                 kept += 1
+                finite = finite or found.manifest.is_finite
         leftovers = _list_leftovers(root, generation)
         if dry:
             return dropped + leftovers
@@ -205,19 +211,19 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _can_open(path: Path) -> bool:
-    try:
-        Checkpoint.open(path)
-    except FxpartError:
-        return False
-    return True
+def set_aside(path: Path) -> None:
+    """Rename a checkpoint so that it is never restored; it stays for inspection. FXP513."""
+    with files.convert_save_errors(str(path.parent)):
+        _move_aside(path, "damaged")
 
 
-def _is_intact(path: Path) -> bool:
+def _open(path: Path, *, verify: bool) -> Checkpoint | None:
+    """Return a readable checkpoint; verify: compare all digests."""
     try:
-        return not Checkpoint.open(path).verify()
+        found = Checkpoint.open(path)
+        return None if verify and found.verify() else found
     except FxpartError:
-        return False
+        return None
 
 
 def _check_complete(partial: Path) -> None:

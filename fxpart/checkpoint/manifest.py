@@ -11,6 +11,7 @@ from fxpart.schedule.weight_modes import FLUSH
 FORMAT = "fxpart-checkpoint"
 VERSION = 1
 NAME = "manifest.json"
+FINITE = "finite"  # key of ``extra``: False if the saved state may have NaN or infinity
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -76,3 +77,8 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[dict[str, Any]] = []
     extra: dict[str, Any] = {}
     digest: str = ""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the run had finite losses and gradients when it was saved, as far as known."""
+        return self.extra.get(FINITE) is not False

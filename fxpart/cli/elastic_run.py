@@ -71,7 +71,7 @@ def run_supervised(
             why="a plan has a fixed number of ranks",
             fix="omit --plan, or give a single number",
         )
-    _check_started(request, run)
+    check_started(request, run)
     planning = RunPlanner(request, bounds, run)
     job = ElasticJob(
         bounds=bounds,
@@ -107,7 +107,7 @@ def with_shared_plan(
     bounds = RankBounds(max(1, started.world - here), started.world + here)
 
     def make(hosts: Sequence[str]) -> Plan:
-        _check_started(request, run)
+        check_started(request, run)
         cluster = match_cluster_to_hosts(request.cluster, hosts)
         path = run.path / "cluster.json"
         planning = RunPlanner(request, bounds, run)
@@ -261,7 +261,7 @@ def make_cache_key(request: CommandLineRequest) -> PlanCacheKey:
         constraints={**request.constraints, **{k: v for k, v in numbers.items() if v is not None}},
         optimizer=request.optimizer,
         cost_model=_digest(request.cost_model),
-        seed=request.seed,
+        seed=request.seed or 0,
         version=__version__,
     )
 
@@ -274,20 +274,21 @@ def _digest(cost_model: str) -> str:
         return cost_model
 
 
-def _check_started(request: CommandLineRequest, run: RunDir) -> None:
-    """Raise FXP109 if the batch or microbatches differ from those of a started run."""
+def check_started(request: CommandLineRequest, run: RunDir) -> None:
+    """Raise FXP109 if batch, microbatches or seed differ from those of a started run."""
     before = load_newest_plan(run)
     if before is None:
         return
     pairs = (
         ("--batch-size", request.batch_size, before.batch_size),
         ("--microbatches", request.microbatches, before.microbatches),
+        ("--seed", request.seed, before.seed),
     )
     problems = [
         Problem(
             "FXP109",
             f"{option} {now}",
-            f"the run in {run.path} was started with {was}; another value would change its updates",
+            f"the run in {run.path} was started with {was}; another value changes its updates",
             "omit it, or start a run in another folder",
         )
         for option, now, was in pairs

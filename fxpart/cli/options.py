@@ -37,7 +37,7 @@ class CommandLineRequest:
     optimizer: str | None
     cost_model: str
     constraint: tuple[str, ...]
-    seed: int
+    seed: int | None
     plan: str | Plan | None = None
     mesh: str | None = None
     annotations: str | None = None
@@ -143,7 +143,7 @@ class CommandLineRequest:
             "optimizer": self.optimizer or workload.optimizer,
             "cost_model": self.cost_model,
             "constraints": self.constraints,
-            "seed": self.seed,
+            "seed": self.seed or 0,
             "precision": self.precision,
             "transfer_dtype": self.transfer_dtype,
             "mode": self.mode,
@@ -246,7 +246,7 @@ def compile_options(command: Command) -> Command:
             ),
             *_MODES,
             check_option,
-            click.option("--seed", type=int, default=0, show_default=True),
+            click.option("--seed", type=int, help="Seed of random ops.  [default: 0]"),
         )
     ):  # fmt: skip
         command = option(command)

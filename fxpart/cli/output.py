@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
@@ -41,8 +41,9 @@ def line(value: Any) -> None:
 
 
 def note(message: str) -> None:
-    """Print a message to stderr."""
-    _write(sys.stderr, message)
+    """Print a message to stderr, if that can be written; a command does not fail without it."""
+    with suppress(OSError):
+        _write(sys.stderr, message)
 
 
 def failure(fault: FxpartError, *, as_json: bool) -> None:

@@ -38,6 +38,7 @@ class ResumableRunOptions:
     strict: bool = False
     copies: bool = False
     rebalance: bool = False
+    on_nonfinite: str = "warn"
 
     @property
     def run(self) -> RunDir:
@@ -50,6 +51,7 @@ class ResumableRunOptions:
             "--run": self.folder, "--every": self.every, "--keep": self.keep,
             "--stop-on-failed-save": self.strict, "--copies": self.copies,
             "--rebalance": self.rebalance,
+            "--on-nonfinite": None if self.on_nonfinite == "warn" else self.on_nonfinite,
         }  # fmt: skip
 
 
@@ -71,6 +73,11 @@ _OPTIONS = (
     click.option(
         "--copies", is_flag=True, help="Also store the last checkpoints in the memory of two hosts."
     ),
+    click.option(
+        "--on-nonfinite",
+        type=click.Choice(("warn", "skip", "stop", "rollback")),
+        help="Reaction to a loss or gradient that is not finite.  [default: warn]",
+    ),
     click.option("--rebalance", is_flag=True, help="Plan again if a rank has become slow."),
 )
 
@@ -88,7 +95,7 @@ def parse_run_options(options: dict[str, Any], *, traced: bool) -> ResumableRunO
     Raises FXP109 for options that exclude each other.
     """
     folder = options.pop("folder")
-    names = ("every", "keep", "stop_on_failed_save", "copies", "rebalance")
+    names = ("every", "keep", "stop_on_failed_save", "copies", "rebalance", "on_nonfinite")
     given = {name: value for name in names if (value := options.pop(name))}
     if folder is None:
         if given:
@@ -174,6 +181,9 @@ def with_run_plan(
 
         return with_shared_plan(request, kept.run, started)
     if request.plan is None and kept.run.plan.exists():
+        from fxpart.cli.elastic_run import check_started
+
+        check_started(request, kept.run)
         return replace(request, plan=str(kept.run.plan))
     return request
 
@@ -185,6 +195,7 @@ def fit(
 
     first: whether this process prints.
     """
+    from fxpart.runtime.monitor.nonfinite_guard import NonFiniteNotice
     from fxpart.runtime.training_run import Checkpoints
 
     checkpoints = Checkpoints(
@@ -197,9 +208,14 @@ def fit(
     with warnings.catch_warnings():
         if not first:
             warnings.simplefilter("ignore")
+            warnings.simplefilter("always", NonFiniteNotice)  # by the rank that has found it
         warnings.showwarning = _note
         fitted: FitResult = trainer.fit(
-            data, steps=steps, callbacks=callbacks, checkpoints=checkpoints
+            data,
+            steps=steps,
+            callbacks=callbacks,
+            checkpoints=checkpoints,
+            nonfinite=kept.on_nonfinite,
         )
     if first and as_json:
         ended = {"ended": fitted.why, "steps": fitted.steps, "run": str(kept.folder)}
@@ -281,8 +297,7 @@ class _StepPrinter:
 
 
 def _note(message: Warning | str, *_: Any, **__: Any) -> None:
-    with suppress(OSError):
-        output.note(f"warning: {message}")
+    output.note(f"warning: {message}")
 
 
 class _SlowRankReporter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -185,8 +186,8 @@ def _run_steps(
 class _TrainingLoop:
     """The training loop. first: whether this process prints.
 
-    trainer: synchronous or asynchronous. seconds: by call of an asynchronous trainer, (step,
-    duration) of minibatches whose loss is not known yet.
+    trainer: synchronous or asynchronous. finite: whether the last loss was. seconds: by call
+    of an asynchronous trainer, (step, duration) of minibatches whose loss is not known yet.
     """
 
     trainer: Any
@@ -196,6 +197,7 @@ class _TrainingLoop:
     as_json: bool
     done: int = 0
     ended: bool = False
+    finite: bool = True
     seconds: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def steps(self, start: int, stop: int) -> None:
@@ -234,6 +236,9 @@ class _TrainingLoop:
             self._print_step(step, float(loss), seconds)
 
     def _print_step(self, step: int, loss: float, seconds: float) -> None:
+        if self.first and self.finite and not math.isfinite(loss):
+            output.note(f"warning: FXP523: the loss of step {step} is {loss}")
+        self.finite = math.isfinite(loss)
         if self.first and self.as_json:
             output.line({"step": step, "loss": loss, "seconds": seconds})
         elif self.first:

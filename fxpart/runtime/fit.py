@@ -22,12 +22,14 @@ from fxpart.runtime.callbacks import (
     RunProgress,
     StepInfo,
 )
+from fxpart.runtime.monitor.nonfinite_guard import MOST_SKIPPED, REACTIONS, NonFiniteGuard
 from fxpart.runtime.monitor.straggler_detector import Straggler
 from fxpart.runtime.optimizer.facade import check_scheduler
 from fxpart.runtime.training_run.data_position import DataPosition
 from fxpart.runtime.training_run.options import Checkpoints
-from fxpart.runtime.training_run.run_session import CompletedUpdate, RunSession
-from fxpart.runtime.transport.agreement import agree
+from fxpart.runtime.training_run.run_digests import CompletedUpdate
+from fxpart.runtime.training_run.run_session import RunSession
+from fxpart.runtime.transport.agreement import AllRanksError, agree
 
 if TYPE_CHECKING:
     from fxpart.runtime.trainer import Trainer
@@ -53,6 +55,7 @@ class FitOptions:
     local: bool = False
     checkpoints: Checkpoints | str | Path | None = None
     progress: bool | None = None
+    nonfinite: str = "warn"
 
     def check(self) -> FitOptions:
         """Raise FXP109 for invalid combinations."""
@@ -65,6 +68,10 @@ class FitOptions:
             wrong = "every, metrics and early_stopping need evaluate=, the batches to evaluate on"
         elif self.scheduler_every not in ("step", "epoch"):
             wrong = 'scheduler_every must be "step" or "epoch"'
+        elif self.nonfinite not in REACTIONS:
+            wrong = f"nonfinite must be one of {', '.join(REACTIONS)}"
+        elif self.nonfinite == "rollback" and self.checkpoints is None:
+            wrong = 'nonfinite="rollback" needs checkpoints='
         elif iter_once(self.evaluate):
             wrong = "evaluate is an iterator, which ends after one evaluation: pass a list, a "
             wrong += "DataLoader, or a function that returns the batches"
@@ -78,7 +85,8 @@ class FitOptions:
             f"steps {self.steps} epochs {self.epochs} accumulate {self.accumulate} every "
             f"{self.every} evaluate {self.evaluate is not None} metrics {list(self.metrics or ())} "
             f"scheduler {type(self.scheduler).__name__} {self.scheduler_every} "
-            f"early {self.early_stopping is not None} local {self.local} checkpoints "
+            f"early {self.early_stopping is not None} local {self.local} "
+            f"nonfinite {self.nonfinite} checkpoints "
             f"{None if self.kept is None else self.kept.describe()}"
         )
 
@@ -111,11 +119,14 @@ class FitLoop:
     def __init__(self, trainer: Trainer, batches: Any, run: FitOptions) -> None:
         """batches: an iterable, or a function that returns one for each epoch."""
         self.trainer, self.run, self.transport = trainer, run, trainer.transport
-        self.position = DataPosition(batches, records=run.kept is not None)
+        self.position = DataPosition(
+            batches, records=run.kept is not None, check=run.kept is None or run.kept.check
+        )
         self.scheduler = run.scheduler
         self.step = 0
         self.loss = float("nan")
         self.values: dict[str, float] = {}
+        self.guard: NonFiniteGuard | None = None
         self._batches = batches
         self._kept = None if run.kept is None else RunSession(self, run.kept)
         self._progress = RunProgress(None)
@@ -136,6 +147,7 @@ class FitLoop:
             self._notify("start")
             self._last = time.perf_counter()
             self.trainer.pace.listeners.append(self._notify_straggler)
+            self._watch_updates()
             why = self._loop()
             if self._kept is not None:
                 self._kept.end(why)
@@ -149,6 +161,8 @@ class FitLoop:
             raise
         finally:
             self.trainer.pace.forget(self._notify_straggler)
+            if self.guard is not None:
+                self.trainer.accepts_update = None
             if self._kept is not None:
                 self._kept.close()
         saved = None if self._kept is None else self._kept.saved
@@ -156,6 +170,11 @@ class FitLoop:
 
     def settle(self) -> None:
         """Finish minibatches in flight and report them."""
+
+    def _watch_updates(self) -> None:
+        """Check loss and gradients before each update from now on."""
+        self.guard = NonFiniteGuard(self.trainer, self.run.nonfinite)
+        self.trainer.accepts_update = self.guard.accept
 
     def _loop(self) -> str:
         """Run all updates; return why the run ended."""
@@ -167,7 +186,8 @@ class FitLoop:
                 return why
         while True:
             for group in self._groups(self._iterate_epoch()):
-                self._update(group)
+                if not self._update(group):
+                    continue
                 if run.every and self.step % run.every == 0 and self._evaluate():
                     return "early stopping"
                 if self._kept is not None and (why := self._kept.stop()):
@@ -220,13 +240,16 @@ class FitLoop:
         if group:
             yield group
 
-    def _update(self, group: list[Any]) -> None:
+    def _update(self, group: list[Any]) -> bool:
+        """Update with these batches; return False if the run went back to a checkpoint instead."""
         trainer, total, rows, weights = self.trainer, 0.0, 0, 0.0
         for index, batch in enumerate(group):
             last = index + 1 == len(group)
             loss = trainer.step(batch, accumulate=not last, local=self.run.local)
             total, rows = total + float(loss) * trainer.last_weight, rows + trainer.last_rows
             weights += trainer.last_weight
+        if self.guard is not None and self.guard.rejected and not self._handle_rejection(group):
+            return False
         self.loss, self.step = total / weights, self.step + 1
         self._record_used(group, rows)
         lr = self._get_learning_rates()
@@ -240,6 +263,25 @@ class FitLoop:
         )  # fmt: skip
         self._last = now
         self.report_step(info)
+        return True
+
+    def _handle_rejection(self, group: list[Any]) -> bool:
+        """Skip a rejected update (True), go back to a checkpoint (False), or stop: FXP523."""
+        guard, trainer = self.guard, self.trainer
+        assert guard is not None
+        if guard.reaction == "skip" and guard.row < MOST_SKIPPED:
+            trainer.updates += 1
+            return True
+        if guard.reaction == "rollback" and self._kept is not None:
+            self.position.used += len(group)
+            if self._kept.roll_back():
+                return False
+            self.position.used -= len(group)
+        failure = AllRanksError(guard.make_error(self.step + 1).problems)
+        if self._kept is not None:
+            trainer.calls -= len(group)  # the batches are read again when the run is resumed
+            self._kept.save(wait=True)
+        raise failure
 
     def report_step(self, info: StepInfo) -> None:
         """Log an update, and pass it to the callbacks."""

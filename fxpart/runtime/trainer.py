@@ -33,6 +33,7 @@ from fxpart.schedule.measured_timeline import (
 )
 
 Phase = tuple[str, Callable[[], None]]
+_REDUCTIONS = 2  # phases of an update after which the gradients are complete
 
 
 class Trainer(Inference):
@@ -41,7 +42,9 @@ class Trainer(Inference):
     updates: number of updates, including those before a loaded checkpoint. last_rows: rows of the
     last global batch. last_weight: its weight in a mean over batches. last_grad_norm: the global
     norm before clipping, after an update with ``clip_norm`` or ``log_grad_norm``. last_group_norms:
-    the norm of each parameter group, by name or index.
+    the norm of each parameter group, by name or index. last_loss: the loss of the last batch.
+    accepts_update: called after the gradients of an update are reduced; if it returns False, on
+    every rank, they are discarded and nothing is updated.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,6 +55,8 @@ class Trainer(Inference):
         self.last_weight = 1.0
         self.last_grad_norm: torch.Tensor | None = None
         self.last_group_norms: dict[str, float] = {}
+        self.last_loss: torch.Tensor = torch.zeros(())
+        self.accepts_update: Callable[[], bool] | None = None
         self._recorder: Recorder | None = None
         self._phases = self._update_phases()
         self._phase_calls = tuple(do for _, do in self._phases)
@@ -132,6 +137,7 @@ class Trainer(Inference):
         if self._recorder is not None:
             self._recorder.end()
         assert loss is not None
+        self.last_loss = loss
         return loss
 
     def update(self) -> None:
@@ -157,7 +163,14 @@ class Trainer(Inference):
         assert self.optimizer is not None, "an update needs an optimizer"
         self.optimizer.check_gradients()
         self.optimizer.apply()
-        for do in self._phase_calls:
+        for do in self._phase_calls[:_REDUCTIONS]:
+            do()
+        if self.accepts_update is not None and not self.accepts_update():
+            self.zero_grad()
+            self.last_grad_norm = None
+            self.optimizer.stepped()
+            return
+        for do in self._phase_calls[_REDUCTIONS:]:
             do()
         self._stale = True
         self._accumulation.reset()

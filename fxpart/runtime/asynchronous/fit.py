@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import fields
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.callbacks import StepInfo
 from fxpart.runtime.fit import FitLoop, FitOptions
-from fxpart.runtime.training_run.run_session import CompletedUpdate
+from fxpart.runtime.monitor.nonfinite_guard import report_nonfinite_loss
+from fxpart.runtime.training_run.run_digests import CompletedUpdate
 from fxpart.runtime.transport.agreement import AllRanksError, agree
 
 if TYPE_CHECKING:
@@ -35,6 +37,12 @@ def check_fit_arguments(given: Mapping[str, Any]) -> FitOptions:
             why="an asynchronous stage updates after each minibatch, and its backwards end in "
             "later calls", fix="use larger batches and more microbatches",
         )  # fmt: skip
+    if run.nonfinite in ("stop", "rollback"):
+        raise error(
+            "FXP109", where=f"fit(nonfinite={run.nonfinite!r})",
+            why="each asynchronous stage updates by itself, and skips non-finite gradients",
+            fix='use "warn" or "skip"',
+        )  # fmt: skip
     if run.scheduler is not None:
         raise error(
             "FXP109", where="fit(scheduler=)",
@@ -56,6 +64,7 @@ class AsyncFit(FitLoop):
         self._rows: dict[
             int, tuple[CompletedUpdate, tuple[float, ...]]
         ] = {}  # By call: the update and its learning rates.
+        self._finite = True  # the newest loss
         self._aborted = False  # this rank has failed and the other ranks do not know it yet
 
     def _planned_updates(self) -> int | None:
@@ -104,7 +113,10 @@ class AsyncFit(FitLoop):
         if not self._async_trainer.in_flight:
             agree(self.transport, "the batches", lambda: (True, "the data has ended"))
 
-    def _update(self, group: list[Any]) -> None:
+    def _watch_updates(self) -> None:
+        """Do nothing: each stage skips updates with non-finite gradients."""
+
+    def _update(self, group: list[Any]) -> bool:
         (batch,), rates = group, self._get_learning_rates()
         if batch is _NONE:
             call = self._async_trainer.repeat()
@@ -116,6 +128,7 @@ class AsyncFit(FitLoop):
         self.position.used += 1
         for known, loss in self._async_trainer.pop_losses():
             self._report_step(known, float(loss))
+        return True
 
     def _evaluate(self) -> bool:
         self.settle()
@@ -129,6 +142,10 @@ class AsyncFit(FitLoop):
     def _report_step(self, call: int, loss: float) -> None:
         done, rates = self._rows.pop(call)
         now, norm = time.perf_counter(), self._async_trainer.last_grad_norm
+        finite = math.isfinite(loss)
+        if self._finite and not finite and self._async_trainer.rank == 0:
+            report_nonfinite_loss(done.step, loss)
+        self._finite = finite
         self.loss = loss
         self._write_ledger(done, loss)
         info = StepInfo(

@@ -75,12 +75,13 @@ def restore(
 
 
 def restore_newest(
-    trainer: StatefulTrainer, root: str | Path, *, random: bool = True
+    trainer: StatefulTrainer, root: str | Path, *, random: bool = True, finite: bool = False
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """Restore the newest complete checkpoint of a folder; return it and the saved ``extra``.
 
     If one is damaged, the previous one is tried; ``skipped`` of the returned checkpoint has the
-    problems. Rank 0 lists the folder. FXP511 if none can be loaded.
+    problems. Rank 0 lists the folder. finite: only one whose state is finite. FXP511 if none can be
+    loaded.
     """
     root, transport = Path(root), trainer.transport
     mine = " ".join(path.name for path in folder.list_complete(root)) if trainer.rank == 0 else ""
@@ -90,6 +91,8 @@ def restore_newest(
     for name in names:
         try:
             checkpoint = _open_checkpoint(trainer, root / name)
+            if finite and not checkpoint.manifest.is_finite:
+                continue
             extra = restore(trainer, checkpoint, random=random)
         except FxpartError as failure:
             if failure.code != "FXP510":

@@ -163,6 +163,10 @@ class Saver:
             job.thread.join()
             self._record_result(job, [] if job.failure is None else [job.failure])
 
+    def wait(self) -> None:
+        """Wait for the save in progress; every rank calls it. FXP513 if strict."""
+        self._finish_on_all_ranks()
+
     def confirm(self, step: int) -> bool:
         """Read the checkpoint of a step back; return whether it is complete and intact.
 

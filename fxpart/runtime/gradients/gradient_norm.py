@@ -96,13 +96,13 @@ def _add_norms(
                 gradients.append(gradient)
     if not gradients:
         return
-    norms = _compute_norms(gradients)
+    norms = measure_gradients(gradients)
     at = torch.tensor(columns)
     table[0].index_add_(0, at, torch.where(torch.tensor(squared), norms.square(), norms))
     table[1].index_fill_(0, at, 1.0)
 
 
-def _compute_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def measure_gradients(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the norm of each gradient in float64 on the CPU: one host wait per device."""
     found = torch.empty(len(gradients), dtype=torch.float64)
     positions = {id(gradient): index for index, gradient in enumerate(gradients)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -25,18 +27,20 @@ class DataPosition:
     data is read and dropped.
     """
 
-    def __init__(self, given: Any, *, records: bool) -> None:
+    def __init__(self, given: Any, *, records: bool, check: bool = True) -> None:
         """Wrap the data.
 
         given: an iterable, or a function that returns one per epoch. records: record what
-        :meth:`state` needs.
+        :meth:`state` needs. check: reject data of another length within an epoch.
         """
         self._given = given
-        self._records = records
+        self._records, self._check = records, check
         self.epoch = self.used = 0
         self._start: dict[str, Any] = {}
         self._source: Any = None
         self._saved: Mapping[str, Any] | None = None
+        self._full = 0  # batches of the last complete epoch
+        self._resumed = False  # in this epoch
 
     def __iter__(self) -> Iterator[Any]:
         """Return the remaining batches of this epoch."""
@@ -56,10 +60,18 @@ class DataPosition:
             self._start = {"random": random, "parts": _states(parts)} if self._records else {}
             found: Iterator[Any] = iter(self._source)
             return found
+        self._compare_size(saved.get("size"))
         return self._resume(saved, parts, random, is_partial=is_partial)
 
     def next_epoch(self) -> None:
-        """Begin the next epoch."""
+        """Begin the next epoch; warn if the first one after a restoration has another length."""
+        if self._resumed and self._full and self._full != self.used:
+            warnings.warn(
+                f"epoch {self.epoch} has {self.used} batches, and the one before the run was "
+                f"resumed had {self._full}: the data has changed",
+                stacklevel=4,
+            )
+        self._full, self._resumed = self.used, False
         self.epoch, self.used = self.epoch + 1, 0
 
     def state(self) -> dict[str, Any]:
@@ -69,13 +81,17 @@ class DataPosition:
             "parts": _states(_parts(self._source)),
         }
         start = self._start or now
-        return {"epoch": self.epoch, "used": self.used, "start": start, "now": now}
+        return {
+            "epoch": self.epoch, "used": self.used, "start": start, "now": now,
+            "size": _measure(self._source), "full": self._full,
+        }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from this state in the next iteration."""
         self.epoch, self.used = state["epoch"], state["used"]
         self._saved = state
         self._start = dict(state["start"])
+        self._full, self._resumed = state.get("full", 0), True
 
     # -- inner ----------------------------------------------------------------------------------
 
@@ -86,6 +102,28 @@ class DataPosition:
             return make()
         found: Iterable[Any] = given
         return found
+
+    def _compare_size(self, before: Any) -> None:
+        """Report data of another length, or of another batch size, than before.
+
+        FXP109 within an epoch, whose position is then in other data, unless it is not checked.
+        """
+        now = _measure(self._source)
+        changes = [
+            f"{name} {now[name]} instead of {old}"
+            for name, old in (before or {}).items()
+            if old is not None and now.get(name) not in (None, old)
+        ]
+        if changes and self.used and self._check:
+            raise error(
+                "FXP109", where=f"the data, epoch {self.epoch}",
+                why=f"it has {' and '.join(changes)}, so its first {self.used} batches are not "
+                "those that were used",
+                fix="use the data that the run began with or another folder; "
+                "Checkpoints(check=False) continues anyway",
+            )  # fmt: skip
+        if changes:
+            warnings.warn(f"the data has {' and '.join(changes)}", stacklevel=4)
 
     def _resume(
         self, saved: Mapping[str, Any], parts: dict[str, Any], random: Any, *, is_partial: bool
@@ -135,6 +173,16 @@ def _parts(source: Any) -> dict[str, Any]:
                 inner = getattr(value, name, None)
                 if inner is not None and not isinstance(inner, (list, tuple, int, str)):
                     queue.append((f"{path}.{name}", inner))
+    return found
+
+
+def _measure(source: Any) -> dict[str, int | None]:
+    """Return the number of batches and the batch size of a loader, as far as it tells them."""
+    found: dict[str, int | None] = {"batches": None, "batch_size": None}
+    with suppress(Exception):  # of the user's object
+        found["batches"] = len(source)
+    size = getattr(source, "batch_size", None)
+    found["batch_size"] = size if isinstance(size, int) else None
     return found
 
 

@@ -85,6 +85,11 @@ class Ledger:
         found = [entry.chain for entry in self._replay.done if entry.update.step == step]
         return found[-1] if found else ""
 
+    def most_rows(self, step: int) -> int:
+        """Return the largest rows of an update up to a step, before :meth:`begin`; 0 if unknown."""
+        done = self._replay.done
+        return max((e.update.rows for e in done if e.update.step <= step), default=0)
+
     def begin(self, line: LedgerGeneration) -> None:
         """Record the start of a generation, and updates before it that the file lacks."""
         last = self._replay.last_step

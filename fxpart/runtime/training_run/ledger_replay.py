@@ -23,7 +23,7 @@ class LedgerUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="update", tag_
     """One update. Its data: batches ``first`` to before ``first + batches`` of the epoch.
 
     loss: exact, as text if it is not finite. digest: of rank 0's batches
-    (:func:`fxpart.runtime.training_run.run_session.digest_batches`).
+    (:func:`fxpart.runtime.training_run.run_digests.digest_batches`).
     """
 
     step: int

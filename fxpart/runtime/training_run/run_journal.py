@@ -57,6 +57,7 @@ class RunJournal:
         self._plan = ""
         self._failing = False  # the last write has failed, which was reported
         self._is_gone = False  # the folder was removed, which was reported
+        self._rows: list[int] = []  # most of an update before this start; of the first ones since
         patience = RESTART_PATIENCE if restarted else PATIENCE
         self._lock: RunLock = lock_folder(self._run, patience=patience)
         try:
@@ -88,6 +89,7 @@ class RunJournal:
     def begin_ledger(self, line: LedgerGeneration, plan: str) -> None:
         """Record after which step this generation resumes, and its plan; FXP603."""
         self._begin, self._plan = line, plan
+        self._rows = [self._ledger.most_rows(line.after)] if line.after else []
         self._ledger.begin(line)
         self._write_plan()
 
@@ -109,6 +111,26 @@ class RunJournal:
             self._ledger.write(line)
 
         self._attempt(record)
+        self._compare_rows(line)
+
+    def _compare_rows(self, line: LedgerUpdate) -> None:
+        """Warn if the first two updates after a resumption have other rows than full ones before.
+
+        One of them may be the last one of an epoch, which is smaller.
+        """
+        if not self._rows or not self._rows[0]:
+            return
+        self._rows.append(line.rows)
+        before, *now = self._rows
+        if before in now:
+            self._rows = []
+        elif len(now) == 2:
+            self._rows = []
+            warnings.warn(
+                f"updates have {line.rows} rows since the run was resumed after step "
+                f"{line.step - 2}, and had {before} before: the batch size has changed",
+                stacklevel=5,
+            )
 
     def roll_back(self, line: LedgerRollback) -> None:
         """Record that the run goes back to a checkpoint."""

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-import torch
 
 from fxpart.checkpoint import folder
+from fxpart.checkpoint.manifest import FINITE
 from fxpart.checkpoint.reader import Checkpoint
+from fxpart.checkpoint.value_codec import from_json_value, to_json_value
 from fxpart.diagnostics.rank_event import LEFT
 from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem
 from fxpart.runtime import heartbeat
-from fxpart.runtime.batch.batch_reader import flatten_batch
 from fxpart.runtime.training_run import generations
 from fxpart.runtime.training_run.generations import GenerationFence
-from fxpart.runtime.training_run.ledger import LedgerGeneration, LedgerUpdate
+from fxpart.runtime.training_run.ledger import LedgerGeneration, LedgerRollback, LedgerUpdate
 from fxpart.runtime.training_run.options import Checkpoints
+from fxpart.runtime.training_run.run_digests import (
+    CompletedUpdate,
+    digest_batches,
+    digest_determinants,
+    digest_text,
+)
 from fxpart.runtime.training_run.run_journal import RunJournal, RunStart
-from fxpart.runtime.training_run.run_state import LEDGER, capture_run_state, restore_run_state
+from fxpart.runtime.training_run.run_request import Options, apply_request, describe_request
+from fxpart.runtime.training_run.run_state import (
+    LEDGER,
+    REQUEST,
+    capture_run_state,
+    restore_run_state,
+)
 from fxpart.runtime.training_run.stop_signals import StopSignals, get_signal_name
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 
@@ -36,20 +46,7 @@ if TYPE_CHECKING:
     from fxpart.runtime.checkpointing.saver import Saver
     from fxpart.runtime.fit import FitLoop
 
-_MOST = 1 << 20  # bytes of a tensor up to which all of it is hashed
-_STRETCHES = 16
-
-
-@dataclass(frozen=True)
-class CompletedUpdate:
-    """One update for the ledger: its batches of the epoch, and their digest."""
-
-    step: int
-    epoch: int
-    first: int
-    batches: int
-    rows: int
-    digest: str
+_MOST_ROLLBACKS = 3
 
 
 class RunSession:
@@ -67,6 +64,7 @@ class RunSession:
         self._run = options.run
         self._first = 0 in fit.transport.local
         self._signals = StopSignals(fit.trainer.request)
+        self._request: Options = {}
         self._saver: Saver | None = None
         self._journal: RunJournal | None = None
         self._fence: GenerationFence | None = None
@@ -74,6 +72,7 @@ class RunSession:
         self._reported_saves = 0  # problems of the saver that were reported
         self._reported_replicas = 0  # problems of the memory replicas that were reported
         self._saved_step = -1
+        self._rollbacks = 0  # since the last new checkpoint
 
     # -- the beginning --------------------------------------------------------------------------
 
@@ -83,12 +82,12 @@ class RunSession:
         FXP517 if restarts make no progress, FXP511 if no checkpoint can be loaded, FXP512 if one
         does not fit.
         """
-        from fxpart.runtime.checkpointing.loader import restore_newest
         from fxpart.runtime.checkpointing.saver import Saver
 
         if self.options.signals:
             self._signals.__enter__()
         fit = self._fit
+        self._request = describe_request(fit)
         start = self._read_folder()
         self.generation = start.generation
         self._fence = GenerationFence(self._run.generations, start.generation, start.writer)
@@ -97,11 +96,11 @@ class RunSession:
             self._replicas = self._make_replicas()
         extra = self._restore_from_memory(start.newest)
         if extra is None and start.newest >= 0:
-            checkpoint, extra = restore_newest(fit.trainer, self._run.checkpoints, random=False)
-            for problem in checkpoint.skipped:
-                warnings.warn(str(problem), stacklevel=4)
+            extra = self._restore_from_disk()
         if extra is not None:
             agree(fit.transport, "the restored run state", partial(_restore_state, fit, extra))
+            apply = partial(apply_request, fit, self._request, from_json_value(extra.get(REQUEST)))
+            agree(fit.transport, "the options of the resumed run", lambda: (apply(), ""))
             self.resumed, self._saved_step = True, fit.step
         self._saver = Saver(
             fit.trainer, self._run.checkpoints, keep=self.options.keep,
@@ -148,6 +147,53 @@ class RunSession:
             warnings.warn(str(problem), stacklevel=5)
         return None
 
+    def _restore_from_disk(self) -> dict[str, Any]:
+        """Restore the newest checkpoint, with finite state if rollback is requested; return its
+        extra data.
+        """
+        from fxpart.runtime.checkpointing.loader import restore_newest
+
+        checkpoint, extra = restore_newest(
+            self._fit.trainer, self._run.checkpoints, random=False,
+            finite=self._fit.run.nonfinite == "rollback",
+        )  # fmt: skip
+        for problem in checkpoint.skipped:
+            warnings.warn(str(problem), stacklevel=4)
+        if not checkpoint.manifest.is_finite and self._first:
+            warnings.warn(
+                f"the state of {checkpoint.path} is not finite; the last finite checkpoint is kept "
+                'beside it: nonfinite="rollback" (--on-nonfinite rollback) returns to it',
+                stacklevel=4,
+            )
+        if self._first and self._fit.run.nonfinite == "rollback":
+            for path in folder.list_complete(self._run.checkpoints):
+                if folder.step_of(path) > checkpoint.manifest.step:
+                    folder.set_aside(path)
+        return extra
+
+    def roll_back(self) -> bool:
+        """Return to the newest checkpoint with finite state, but not in the data; every rank calls
+        it. False if that has been done three times without a new checkpoint.
+        """
+        assert self._saver is not None
+        fit, failed = self._fit, self._fit.step + 1
+        self._saver.wait()
+        self._warn_failed_saves()
+        if self._rollbacks >= _MOST_ROLLBACKS:
+            return False
+        self._rollbacks += 1
+        extra = self._restore_from_disk()
+        agree(
+            fit.transport, "the restored run state",
+            partial(_restore_state, fit, extra, position=False),
+        )  # fmt: skip
+        self._saved_step = fit.step
+        if self._journal is not None:
+            line = LedgerRollback(step=failed, after=fit.step)
+            fit.guarded("the run's ledger", partial(self._journal.roll_back, line))
+            warnings.warn(f"the run goes back from step {failed} to step {fit.step}", stacklevel=5)
+        return True
+
     def _belongs_to_run(self, found: Checkpoint) -> bool:
         """Return on every rank whether a checkpoint has the history of rank 0's ledger."""
         same, saved = True, found.manifest.extra.get(LEDGER)
@@ -175,7 +221,7 @@ class RunSession:
         saved = folder.list_complete(self._run.checkpoints)
         return self._journal.begin_generation(
             folder.step_of(saved[0]) if saved else -1, world=self._fit.transport.ranks,
-            plan=_digest(self._fit.trainer.plan_text),
+            plan=digest_text(self._fit.trainer.plan_text),
         )  # fmt: skip
 
     def _store_events(self) -> tuple[None, str]:
@@ -191,7 +237,7 @@ class RunSession:
         if self._journal is not None:
             begin = LedgerGeneration(
                 generation=self.generation, after=fit.step, world=fit.transport.ranks,
-                same=_digest_determinants(fit), own=fit.run.local,
+                same=digest_determinants(fit), own=fit.run.local,
                 stream=fit.trainer.is_asynchronous,
             )  # fmt: skip
             self._journal.begin_ledger(begin, fit.trainer.plan_text)
@@ -236,16 +282,25 @@ class RunSession:
         fit.settle()
         if self._saved_step != fit.step:
             extra = capture_run_state(fit)
+            extra[REQUEST] = to_json_value(self._request)
+            extra[FINITE] = self._is_finite()
             if self._journal is not None:
                 fit.guarded("the run's ledger", partial(self._journal.sync, fit.step))
                 extra[LEDGER] = self._journal.chain
-            self._saved_step = fit.step
+            self._saved_step, self._rollbacks = fit.step, 0
             fit.trainer.events.put("saving a checkpoint")
             self._saver.save(fit.step, extra, wait=wait)
         elif wait:
             self._saver.finish()
             agree(fit.transport, "the last checkpoint", self._check_last_save)
         self._warn_failed_saves()
+
+    def _is_finite(self) -> bool:
+        """Return whether no rank's last update had a non-finite loss or gradient."""
+        guard, transport = self._fit.guard, self._fit.transport
+        mine = guard is None or not guard.applied
+        with convert_transport_errors(transport, "saving a checkpoint"):
+            return all(row[0] for row in transport.exchange([int(mine)]))
 
     def _check_last_save(self) -> tuple[None, str]:
         """Raise FXP513 if the last save has failed and that ends the run."""
@@ -330,60 +385,8 @@ def _open_checkpoint(path: Path) -> tuple[Checkpoint, str]:
     return Checkpoint.open(path), path.name
 
 
-def _restore_state(fit: FitLoop, extra: Mapping[str, Any]) -> tuple[None, str]:
-    restore_run_state(fit, extra)
+def _restore_state(
+    fit: FitLoop, extra: Mapping[str, Any], *, position: bool = True
+) -> tuple[None, str]:
+    restore_run_state(fit, extra, position=position)
     return None, f"step {fit.step} epoch {fit.position.epoch}"
-
-
-def _digest_determinants(fit: FitLoop) -> str:
-    """Return a digest of all that losses depend on bit by bit, or "" if they may vary."""
-    trainer = fit.trainer
-    if not trainer.repeats:
-        return ""
-    kinds = sorted({device.type for device in trainer._devices.values()})
-    exact = kinds == ["cpu"] or torch.are_deterministic_algorithms_enabled()
-    text = (
-        f"{trainer.plan_text} {fit.transport.ranks} {len(fit.transport.local)} "
-        f"{trainer.options.describe()} {torch.__version__} {torch.get_num_threads()} {kinds} "
-        f"{fit.run.describe()}"
-    )
-    return _digest(text) if exact else ""
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if text else ""
-
-
-def digest_batches(batches: Sequence[Any]) -> str:
-    """Return BLAKE2b digests of batches: of names and dtypes (4 bytes, hex), then of all (8 bytes).
-
-    The first tells whether two batches are comparable. The second includes shapes and values; of a
-    tensor above 1 MiB, 16 stretches of 64 KiB each. Return "" for empty batches.
-    """
-    content, structure = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=4)
-    has_values = False
-    for batch in batches:
-        for path, value in flatten_batch((batch,) if isinstance(batch, torch.Tensor) else batch):
-            if value is None:
-                continue
-            has_values = True
-            if isinstance(value, torch.Tensor):
-                structure.update(f"{path}:{value.dtype}".encode())
-                content.update(f"{path}:{value.dtype}{tuple(value.shape)}".encode())
-                for stretch in _bytes(value):
-                    content.update(stretch)
-            else:
-                is_plain = isinstance(value, (bool, int, float, str))
-                content.update(f"{path}:{value if is_plain else type(value).__name__!r}".encode())
-    return structure.hexdigest() + content.hexdigest() if has_values else ""
-
-
-def _bytes(tensor: torch.Tensor) -> list[Any]:
-    is_plain = tensor.detach().contiguous().reshape(-1)
-    if not is_plain.numel():
-        return []
-    raw: torch.Tensor = is_plain.view(torch.uint8) if is_plain.dtype != torch.bool else is_plain
-    if raw.numel() <= _MOST:
-        return [raw.cpu().numpy()]
-    size, step = _MOST // _STRETCHES, raw.numel() // _STRETCHES
-    return [raw[at * step : at * step + size].cpu().numpy() for at in range(_STRETCHES)]

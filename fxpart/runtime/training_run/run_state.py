@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fxpart.checkpoint.manifest import FINITE
 from fxpart.checkpoint.value_codec import from_json_value, to_json_value
 from fxpart.errors import error
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors, digest
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 # position and random state of each process, and the index of each process's state
 _OWN, _OF = "data", "data_of"
 LEDGER = "ledger"  # digest of the run's history in its ledger
+REQUEST = "request"  # what the user requested, see run_request
+_OF_SESSION = (LEDGER, REQUEST, FINITE)
 
 
 def capture_run_state(fit: FitLoop) -> dict[str, Any]:
@@ -42,8 +45,10 @@ def capture_run_state(fit: FitLoop) -> dict[str, Any]:
     return found
 
 
-def restore_run_state(fit: FitLoop, found: Mapping[str, Any]) -> None:
+def restore_run_state(fit: FitLoop, found: Mapping[str, Any], *, position: bool = True) -> None:
     """Restore the state; a process that is new takes the position of rank 0.
+
+    position: also that in the data.
 
     FXP512 for a checkpoint that no run has saved: it has no data position.
     """
@@ -57,7 +62,7 @@ def restore_run_state(fit: FitLoop, found: Mapping[str, Any]) -> None:
     plain = {
         key: from_json_value(value)
         for key, value in found.items()
-        if key not in (_OWN, _OF, LEDGER)
+        if key not in (_OWN, _OF, *_OF_SESSION)
     }
     fit.step, fit.loss, fit.values = plain["step"], plain["loss"], plain["values"]
     _load(fit.scheduler, plain["scheduler"])
@@ -65,6 +70,8 @@ def restore_run_state(fit: FitLoop, found: Mapping[str, Any]) -> None:
     for (name, state), callback in zip(plain["callbacks"], fit.run.callbacks, strict=False):
         if name == type(callback).__name__:
             _load(callback, state)
+    if not position:
+        return
     transport, of = fit.transport, found[_OF]
     processes = 1 if len(transport.local) == transport.ranks else transport.ranks
     mine = transport.local[0] if len(of) == processes else 0
