@@ -347,10 +347,12 @@ class Saver:
     def _mark_failed(self, job: _SaveJob) -> None:
         """Mark this rank's file as failed for the other ranks, if possible."""
         with contextlib.suppress(OSError, FxpartError):
+            self._check_fence()
             partial = folder.begin(self.root, job.step, self._generation)
             (partial / f"rank-{self._trainer.rank:05d}.failed").touch()
 
     def _discard_partial(self, step: int) -> None:
+        self._check_fence()
         if 0 in self._trainer.transport.local:
             folder.discard(folder.begin(self.root, step, self._generation))
 

@@ -60,7 +60,10 @@ class DataPosition:
             self._start = {"random": random, "parts": _states(parts)} if self._records else {}
             found: Iterator[Any] = iter(self._source)
             return found
-        self._compare_size(saved.get("size"))
+        if self._has_ended(saved.get("size")):
+            if is_partial:
+                generator_state.restore_generator_states(saved["now"]["random"])
+            return iter(())
         return self._resume(saved, parts, random, is_partial=is_partial)
 
     def next_epoch(self) -> None:
@@ -103,10 +106,11 @@ class DataPosition:
         found: Iterable[Any] = given
         return found
 
-    def _compare_size(self, before: Any) -> None:
-        """Report data of another length, or of another batch size, than before.
+    def _has_ended(self, before: Any) -> bool:
+        """Compare the data's length and batch size; return whether the epoch had ended in other
+        data.
 
-        FXP109 within an epoch, whose position is then in other data, unless it is not checked.
+        FXP109 for other data within an epoch, unless it is not checked.
         """
         now = _measure(self._source)
         changes = [
@@ -114,7 +118,8 @@ class DataPosition:
             for name, old in (before or {}).items()
             if old is not None and now.get(name) not in (None, old)
         ]
-        if changes and self.used and self._check:
+        ended = self.used > 0 and self.used == (before or {}).get("batches")
+        if changes and self.used and self._check and not ended:
             raise error(
                 "FXP109", where=f"the data, epoch {self.epoch}",
                 why=f"it has {' and '.join(changes)}, so its first {self.used} batches are not "
@@ -124,6 +129,7 @@ class DataPosition:
             )  # fmt: skip
         if changes:
             warnings.warn(f"the data has {' and '.join(changes)}", stacklevel=4)
+        return ended and bool(changes)
 
     def _resume(
         self, saved: Mapping[str, Any], parts: dict[str, Any], random: Any, *, is_partial: bool

@@ -151,7 +151,10 @@ class LedgerReplay:
 
     def gap(self, line: LedgerGap) -> None:
         """Note updates that could not be written."""
-        self.gaps.append((line.first, line.last))
+        first = line.first
+        if self.gaps and self.gaps[-1][1] + 1 == first:
+            first, _ = self.gaps.pop()
+        self.gaps.append((first, line.last))
         self._after_gap = line.last
         self.reached = max(self.reached, line.last)
         self.chain = extend_chain(self.chain, line)

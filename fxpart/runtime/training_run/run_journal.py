@@ -144,7 +144,7 @@ class RunJournal:
             self._ledger.mark_gap(step)
             self._ledger.sync()
 
-        self._attempt(flush)
+        self._attempt(flush, ends_row=False)  # old lines may be flushed while no new one fits
 
     def end(self, generation: int, *, step: int, how: str, why: str = "") -> None:
         """Record the end of the generation."""
@@ -159,8 +159,11 @@ class RunJournal:
 
     # -- inner ----------------------------------------------------------------------------------
 
-    def _attempt(self, do: Callable[[], object]) -> None:
-        """Call ``do``; report FXP603 once for failures in a row, or raise it if strict."""
+    def _attempt(self, do: Callable[[], object], *, ends_row: bool = True) -> None:
+        """Call ``do``; report FXP603 once for failures in a row, or raise it if strict.
+
+        ends_row: success ends a row of failures.
+        """
         try:
             do()
         except FxpartError as failure:
@@ -170,7 +173,7 @@ class RunJournal:
                 warnings.warn(f"{failure}\n{'':9} training continues", stacklevel=5)
             self._failing = True
         else:
-            self._failing = False
+            self._failing = self._failing and not ends_row
 
     def _restore_folder(self, step: int) -> None:
         """Create the files again after ``step`` if the folder was removed or moved away."""
