@@ -12,7 +12,9 @@ if __name__ != "fxpart.passes":
         "import fxpart.passes, and remove the root of the fxpart repository from sys.path"
     )
 
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from fxpart.errors import error
@@ -57,10 +59,16 @@ PREPARE = (
 )
 
 
+@lru_cache(maxsize=1)
+def _find_entry_points(search: Callable[..., Iterable[EntryPoint]]) -> tuple[EntryPoint, ...]:
+    """Search the installed packages once, which reads the metadata of all of them."""
+    return tuple(search(group="fxpart.passes"))
+
+
 def all_passes() -> dict[str, type[Any]]:
     """Return PASSES and the passes of installed packages; raise FXP109 for a name conflict."""
     table = dict(PASSES)
-    for entry in entry_points(group="fxpart.passes"):
+    for entry in _find_entry_points(entry_points):
         if entry.name in PASSES:
             raise error(
                 "FXP109",
