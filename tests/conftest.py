@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -21,6 +22,8 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 PATHS = [str(STARTUP), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, PATHS))
 gc.set_threshold(50_000, 20, 50)
+# CPU seconds; above the limit of the mark, because the first test of a process imports much.
+QUICK = 0.5
 
 # The same examples on every machine; `make search` looks at new ones. Shrinking whole training
 # runs would take longer than a test may: the blob that is printed repeats the failure as it was.
@@ -46,6 +49,29 @@ def pytest_collection_finish() -> None:
     """What was imported stays: it is not looked through for garbage again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Record the CPU seconds of a test and of the processes that it waited for."""
+    before = sum(os.times()[:4])
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu seconds", sum(os.times()[:4]) - before))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """After `make quick`, list tests that should be marked as slow."""
+    if "not slow" not in config.option.markexpr:
+        return
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    taken = {r.nodeid: dict(r.user_properties).get("cpu seconds", 0.0) for r in reports}
+    over = sorted(((t, name) for name, t in taken.items() if t > QUICK), reverse=True)
+    if over:
+        terminalreporter.section(f"over {QUICK} CPU seconds; mark them with @pytest.mark.slow")
+        for seconds, name in over:
+            terminalreporter.write_line(f"{seconds:5.1f} {name}")
 
 
 @pytest.fixture(scope="module", autouse=True)

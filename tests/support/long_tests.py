@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 # Models of the zoo that take longest and are much like others.
-_OTHERS = r"(transformer|t5|bart|whisper|clip|bert|distilbert|mamba|resnet\w*|llama)\b"
+_OTHERS = r"(transformer|t5|bart|whisper|clip|bert|distilbert|mamba|resnet\w*|llama|vit)\b"
 
 _CASES = (
     r"runtime/test_stand_in\.py::test_every_program_like_the_cpu",
@@ -93,7 +93,7 @@ _CASES = (
     r"diagnostics/test_real_runs\.py::test_the_right_rank_is_named\[stop-2",
     r"runtime/test_nccl_order\.py::test_every_(schedule_on_eight|schedule_in_proc|asynchronous)",
     r"runtime/test_nccl_order\.py::test_queues",
-    # What is asked of every model of the zoo is asked of GPT-2, Mixtral, ViT, a UNet, an LSTM and
+    # What is asked of every model of the zoo is asked of GPT-2, Mixtral, a UNet, an LSTM and
     # the small models; of the others only that they are captured and train in one process.
     rf"(codegen|costmodels|profiling|passes|planner|pricing|report|runtime)/\S+\[(\S+-|chain_)?{_OTHERS}",
     rf"capture/test_replay\.py::\S+\[{_OTHERS}",
