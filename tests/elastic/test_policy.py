@@ -103,6 +103,7 @@ _ARRIVALS = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(
     _ARRIVALS, st.integers(1, 5000), st.floats(0.01, 10.0), st.floats(1.0, 4.0),
     st.floats(0.0, 100.0), st.floats(0.0, 6000.0),

@@ -185,6 +185,7 @@ def test_few_layers_reach_the_optimum_with_highs() -> None:
     assert close(found.seconds, solve_placement(given_, solver="highs").seconds)
 
 
+@pytest.mark.slow
 def test_segments_cover_every_node_and_edge_once() -> None:
     base = layers(40, strategies=3)
     # a node that the first and the last layer use: the graph has no separators with it

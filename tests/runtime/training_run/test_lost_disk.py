@@ -40,6 +40,7 @@ def break_ledger(
     return lambda on: broken.__setitem__(0, on)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "written"),
     [(errno.ENOSPC, 0), (errno.ENOSPC, 30), (errno.EIO, 0), (errno.EROFS, 0), (errno.EFBIG, 7)],
@@ -73,6 +74,7 @@ def test_a_ledger_that_fails_ends_a_strict_run(
     assert [u.step for u in read_updates(tmp_path / "steps.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_behind_its_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +89,7 @@ def test_a_run_that_is_resumed_behind_its_ledger(
     assert same(train(tmp_path / "run", 10)[1], train(tmp_path / "whole", 10)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["removed", "moved", "replaced by another"])
 def test_a_folder_that_goes_while_the_run_trains(kind: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -130,6 +133,7 @@ def test_a_folder_that_goes_ends_a_strict_run(tmp_path: Path) -> None:
     assert not (run / "steps.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run(tmp_path: Path) -> None:
     """The folder is removed, and another run begins there: the first one writes nothing more."""
     run = tmp_path / "run"
@@ -145,6 +149,7 @@ def test_a_folder_of_another_run(tmp_path: Path) -> None:
     assert folder.newest(run / "checkpoints").manifest.step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["removed", "one bit", "truncated"])
 def test_saved_is_what_can_be_read_back(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -229,6 +234,7 @@ def test_a_line_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert path.read_bytes() == b'{"a":1}\n{"b"\n{"c":3}\n'
 
 
+@pytest.mark.slow
 def test_the_chain_of_a_ledger(tmp_path: Path) -> None:
     """It is the same for the same history, whatever generations and repetitions there were."""
     train(tmp_path / "whole", 8)

@@ -81,6 +81,7 @@ def by_hand(numbers: list[int], *, skips: tuple[int, ...] = ()) -> dict[str, tor
 KINDS = ["gradient", "loss"]
 
 
+@pytest.mark.slow
 def test_a_loss_is_told(tmp_path: Path) -> None:
     """Its gradients are zero, so the state stays finite."""
     found, state, texts = run(tmp_path, "loss", "warn", 12)
@@ -89,6 +90,7 @@ def test_a_loss_is_told(tmp_path: Path) -> None:
     assert found.steps == 12 and all(torch.isfinite(tensor).all() for tensor in state.values())
 
 
+@pytest.mark.slow
 def test_a_gradient_is_told_and_a_finite_checkpoint_is_kept(tmp_path: Path) -> None:
     kind = "gradient"
     found, state, texts = run(tmp_path, kind, "warn", 12)
@@ -110,6 +112,7 @@ def test_a_gradient_is_told_and_a_finite_checkpoint_is_kept(tmp_path: Path) -> N
     assert found.saved and folder.newest(tmp_path / "checkpoints").manifest.step == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_skipped_update(kind: str, tmp_path: Path) -> None:
     found, state, texts = run(tmp_path / "skip", kind, "skip", 9)
@@ -126,6 +129,7 @@ def list_of(path: Path) -> list[Path]:
     return folder.list_complete(path / "skip" / "checkpoints")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_stops_before_the_update(kind: str, tmp_path: Path) -> None:
     for _ in range(2):  # the same batch is read again, and stops it again
@@ -137,6 +141,7 @@ def test_a_run_that_stops_before_the_update(kind: str, tmp_path: Path) -> None:
     assert found.saved and same(state, by_hand(list(range(1, 10)), skips=(BAD,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_goes_back(kind: str, tmp_path: Path) -> None:
     """To the checkpoint of step 4 before it, or of step 3; the data goes on."""
@@ -151,6 +156,7 @@ def test_a_run_that_goes_back(kind: str, tmp_path: Path) -> None:
     assert check_ledger(tmp_path / "b" / "steps.jsonl").problems == ()
 
 
+@pytest.mark.slow
 def test_a_repetition_of_a_rollback_is_no_difference(tmp_path: Path) -> None:
     """The run ends abruptly after it went back: the steps are repeated from before the bad one."""
     trainer = new_trainer(optimizer=ADAM)
@@ -201,6 +207,7 @@ def test_large_gradients_are_finite() -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_reports_become_rare(tmp_path: Path) -> None:
     _, _, texts = run(tmp_path, "gradient", "warn", 12)
     assert len([text for text in texts if "FXP523" in text]) == 4  # 1, 2, 4 and 8 in a row

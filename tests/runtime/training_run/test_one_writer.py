@@ -60,6 +60,7 @@ def wait_for(process: subprocess.Popen[str], line: str) -> None:
     raise AssertionError(f"{line!r} was not printed")
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_process(tmp_path: Path) -> None:
     refused: list[str] = []
 
@@ -103,6 +104,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
+@pytest.mark.slow
 def test_only_the_launchers_own_ranks_train_beside_it(tmp_path: Path) -> None:
     """A child of the process that has the lock is its rank; this process is no child of itself."""
     lock = lock_folder(RunDir(tmp_path))

@@ -30,6 +30,7 @@ def by_hand(steps: int, changes: dict[int, dict[str, Any]]) -> dict[str, torch.T
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{"lr": 0.5}, {"momentum": 0.0}, {"weight_decay": 0.3}, {"lr": 0.05, "momentum": 0.9}]
 )
@@ -52,6 +53,7 @@ def test_options_of_the_optimizer_are_applied(change: dict[str, Any], tmp_path: 
     assert same(state, by_hand(11, {5: change, 9: back})) and "after step 9" in texts[0]
 
 
+@pytest.mark.slow
 def test_the_same_request_changes_nothing(tmp_path: Path) -> None:
     """Also where a scheduler, or the user, has changed the learning rate since."""
     options = {"trainer": {"optimizer": partial(SGD, lr=0.1)}, "fit": {"scheduler": STEPS}}
@@ -102,6 +104,7 @@ def test_options_of_the_trainer_are_told(tmp_path: Path) -> None:
     assert "clip_norm 0.1 instead of None" in told and "accumulate 2 instead of 1" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [3, 4])
 def test_data_of_another_length(steps: int, tmp_path: Path) -> None:
     """Within an epoch its batches are others; between two epochs that is told."""
@@ -130,6 +133,7 @@ def test_a_loader_of_another_batch_size() -> None:
         iter(other)
 
 
+@pytest.mark.slow
 def test_batches_of_other_rows(tmp_path: Path) -> None:
     """Of data that tells no length."""
 
@@ -146,6 +150,7 @@ def test_batches_of_other_rows(tmp_path: Path) -> None:
     assert texts == []
 
 
+@pytest.mark.slow
 def test_an_epoch_of_another_length(tmp_path: Path) -> None:
     train(tmp_path, 6, data=lambda: iter(rows(4)))
     with heard() as texts:

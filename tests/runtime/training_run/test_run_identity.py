@@ -54,6 +54,7 @@ def test_folders_have_names_of_their_own(tmp_path: Path) -> None:
     assert len(names) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("newer", [True, False])
 def test_a_copy_goes_on_with_its_own_state(newer: bool, tmp_path: Path) -> None:
     """Both have the same memory here: the original's later checkpoint is not the copy's."""
@@ -69,6 +70,7 @@ def test_a_copy_goes_on_with_its_own_state(newer: bool, tmp_path: Path) -> None:
     assert all("values differ" in problem for problem in summary.problems)
 
 
+@pytest.mark.slow
 def test_a_backup_in_the_same_folder(tmp_path: Path) -> None:
     """The folder is the same, its files are older: memory is ahead of what they say."""
     run, memory = tmp_path / "run", tmp_path / "memory"
@@ -81,6 +83,7 @@ def test_a_backup_in_the_same_folder(tmp_path: Path) -> None:
     assert first_step(run, memory) == 5
 
 
+@pytest.mark.slow
 def test_memory_of_the_same_history_is_used(tmp_path: Path) -> None:
     """The disk lost its checkpoints, and the ledger is there: nothing is repeated twice."""
     run, memory = tmp_path / "run", tmp_path / "memory"
@@ -91,6 +94,7 @@ def test_memory_of_the_same_history_is_used(tmp_path: Path) -> None:
     assert same(train(run, 14)[1], train(tmp_path / "whole", 14)[1])
 
 
+@pytest.mark.slow
 def test_memory_without_a_history_is_not_used(tmp_path: Path) -> None:
     """A ledger that was lost says nothing of the memory."""
     run, memory = tmp_path / "run", tmp_path / "memory"
@@ -100,6 +104,7 @@ def test_memory_without_a_history_is_not_used(tmp_path: Path) -> None:
     assert first_step(run, memory) == 1
 
 
+@pytest.mark.slow
 def test_memory_is_given_back_only_if_the_disk_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SIGTERM", "SIGHUP"])
 def test_a_second_signal_ends_at_once(kind: str) -> None:
     """But for one that comes with the first, and SIGUSR1, which is the launcher's."""

@@ -101,6 +101,7 @@ def test_every_kind_has_its_best_graph() -> None:
     assert tried > 20
 
 
+@pytest.mark.slow
 def test_kinds_end_with_the_time() -> None:
     made = next(
         one
