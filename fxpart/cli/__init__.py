@@ -4,7 +4,7 @@ Installed packages add commands through the entry point group "fxpart.commands".
 command and refers to a click command, which is imported when it is used.
 
 Exit status: 0 success, 1 difference found, 2 invalid input, 3 infeasible, 4 environment, 5 failed
-run, 70 internal error.
+run, 6 run that ended unsaved or not finite, 70 internal error.
 """
 
 from __future__ import annotations

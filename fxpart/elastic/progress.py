@@ -10,7 +10,10 @@ from typing import Any
 
 import msgspec
 
+from fxpart.checkpoint import folder
+from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.run_directory import RunDir
+from fxpart.errors import FxpartError
 from fxpart.files import from_json, open_regular_file
 
 _STEP = re.compile(r"step-(\d{10})")
@@ -25,6 +28,16 @@ def read_checkpoint_step(run: RunDir) -> int:
     except OSError:
         return 0
     return max((int(match[1]) for match in found if match), default=0)
+
+
+def read_saved_step(run: RunDir) -> int:
+    """Return the number of updates in the run's newest checkpoint that can be opened; or 0."""
+    for path in folder.list_complete(run.checkpoints):
+        try:
+            return Checkpoint.open(path).manifest.step
+        except FxpartError:
+            continue
+    return 0
 
 
 def read_ledger_step(run: RunDir) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import sample_plans
+from checkpoint_files import Sample
 
 from fxpart.checkpoint.run_directory import RunDir
 from fxpart.elastic.available_cluster import remove_devices
@@ -18,6 +19,7 @@ from fxpart.elastic.progress import (
     read_checkpoint_step,
     read_end_reason,
     read_ledger_step,
+    read_saved_step,
 )
 from fxpart.elastic.rank_bounds import RankBounds
 from fxpart.elastic.scale_request import request_rank_count
@@ -70,7 +72,9 @@ class World:
         self.sent.append(number)
 
     def save(self, step: int) -> None:
-        (self.run.checkpoints / f"step-{step:010d}").mkdir(parents=True, exist_ok=True)
+        if not (self.run.checkpoints / f"step-{step:010d}").exists():
+            self.run.checkpoints.mkdir(parents=True, exist_ok=True)
+            Sample.make(0).save(self.run.checkpoints, step)
 
     def supervise(self) -> int:
         return supervise(self.job)
@@ -343,6 +347,14 @@ def test_the_pace_of_a_generation(tmp_path: Path) -> None:
     assert pace.start_seconds == 12.0
     assert pace.step_seconds == 0.5
     assert GenerationTimer(run, 99, lambda: now).step_seconds == 0.0
+
+
+def test_a_damaged_checkpoint_is_not_called_saved(tmp_path: Path) -> None:
+    world = World(tmp_path, "2:2", [])
+    world.save(10)
+    world.save(20)
+    (world.run.checkpoints / "step-0000000020" / "manifest.json").write_text("{}")
+    assert (read_checkpoint_step(world.run), read_saved_step(world.run)) == (20, 10)
 
 
 def test_what_counts_as_saved(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ TRUSTED = {
     "runtime.monitor.memory_footprint._read_status": "the kernel's",
     "runtime.host.cpu_affinity._read": "the kernel's",
     "runtime.training_run.json_lines.JsonLinesAppender.__init__": "writes",
+    "runtime.transport.handshake._find_loopback_user": "the kernel's",
     "runtime.transport.shared_memory_arena.map_region": "memory of a process of the same run",
     "diagnostics.flight_recorder._create_mapped_file": "a new file",
 }

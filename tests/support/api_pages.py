@@ -33,6 +33,7 @@ STATUS = {
     3: "infeasible",
     4: "environment",
     5: "the run failed",
+    6: "the run ended unsaved or not finite",
     70: "a bug in fxpart",
 }
 

@@ -1,22 +1,31 @@
 """Connections between processes: a socket for each pair, authenticated by tokens.
 
 The default process group distributes all addresses and a random token per rank. A rank accepts only
-connections that prove its token, and proves it in return.
+connections that prove its token, and proves it in return. On one host, connections of other users
+are closed unread, whatever they know.
 """
 
 from __future__ import annotations
 
 import hmac
+import io
+import os
 import secrets
+import selectors
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from fxpart.files import open_regular_file
+
 _TOKEN = 32
 _HELLO = struct.Struct(f"<{_TOKEN}sI")
 _SECONDS = 20.0
+_MOST_CALLERS = 64  # connections that have not proved the token yet
+_CREDENTIALS = struct.Struct("iII")  # process, user and group, see unix(7)
 Spread = Callable[[bytes], list[bytes]]
 
 
@@ -169,19 +178,121 @@ def accept_ranks(
     peers: dict[int, socket.socket],
     limit: float,
 ) -> None:
-    """Accept the expected ranks, each once; reject other connections."""
-    while not all(rank in peers for rank in expected):
-        listener.settimeout(_get_remaining(limit))
-        peer, _ = listener.accept()
+    """Accept the expected ranks, each once; TimeoutError at the deadline.
+
+    Connections of other users of this host, and those that do not prove the token, are closed.
+    Each is read as its bytes arrive, so that one that sends nothing delays no other.
+    """
+    callers: dict[socket.socket, bytes] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        listener.setblocking(False)
         try:
-            proof, rank = _HELLO.unpack(receive_exactly(peer, _HELLO.size, limit))
-            known = hmac.compare_digest(proof, _make_proof(token, b"call"))
-            if not known or rank in peers or rank not in expected:
-                raise ConnectionError("an unexpected peer")
-            peer.sendall(_make_proof(token, b"answer"))
-            peers[rank] = peer
-        except OSError:
-            peer.close()
+            while not all(rank in peers for rank in expected):
+                ready = selector.select(_get_remaining(limit))
+                if not ready and time.monotonic() >= limit:
+                    raise TimeoutError("not all ranks have connected")
+                for key, _ in ready:
+                    if key.fileobj is listener:
+                        _accept_caller(listener, selector, callers)
+                    elif (peer := key.fileobj) in callers:
+                        assert isinstance(peer, socket.socket)
+                        _read_caller(peer, selector, callers, expected, token, peers)
+        finally:
+            for peer in callers:
+                peer.close()
+
+
+def _accept_caller(
+    listener: socket.socket, selector: selectors.BaseSelector, callers: dict[socket.socket, bytes]
+) -> None:
+    """Accept a connection of the same user; of too many that have said nothing, end the oldest."""
+    try:
+        peer, _ = listener.accept()
+    except OSError:
+        return  # it has ended meanwhile
+    if not is_same_user(peer):
+        peer.close()
+        return
+    if len(callers) >= _MOST_CALLERS:
+        oldest = next(iter(callers))
+        selector.unregister(oldest)
+        callers.pop(oldest)
+        oldest.close()
+    peer.setblocking(False)
+    callers[peer] = b""
+    selector.register(peer, selectors.EVENT_READ)
+
+
+def _read_caller(
+    peer: socket.socket,
+    selector: selectors.BaseSelector,
+    callers: dict[socket.socket, bytes],
+    expected: Sequence[int],
+    token: bytes,
+    peers: dict[int, socket.socket],
+) -> None:
+    """Read what a caller has sent; admit it once it has proved the token."""
+    try:
+        part = peer.recv(_HELLO.size - len(callers[peer]))
+        callers[peer] += part
+        if part and len(callers[peer]) < _HELLO.size:
+            return
+        selector.unregister(peer)
+        hello = callers.pop(peer)
+        proof, rank = _HELLO.unpack(hello) if part else (b"", -1)
+        known = hmac.compare_digest(proof, _make_proof(token, b"call"))
+        if not known or rank in peers or rank not in expected:
+            raise ConnectionError("an unexpected peer")
+        peer.setblocking(True)
+        peer.sendall(_make_proof(token, b"answer"))
+        peers[rank] = peer
+    except BlockingIOError:
+        return
+    except OSError:
+        if peer in callers:
+            selector.unregister(peer)
+            callers.pop(peer)
+        peer.close()
+
+
+def is_same_user(peer: socket.socket) -> bool:
+    """Return whether the other end belongs to this user, as far as the kernel tells.
+
+    Unix sockets have credentials; connections of this host by TCP are listed with their user in
+    /proc/net/tcp (Linux). Others are admitted by their token alone.
+    """
+    try:
+        if peer.family == getattr(socket, "AF_UNIX", None):
+            credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            return int(_CREDENTIALS.unpack(credentials)[1]) == os.getuid()
+        if peer.family == socket.AF_INET:
+            user = _find_loopback_user(peer.getpeername(), peer.getsockname())
+            return user is None or user == os.getuid()
+    except (OSError, AttributeError):
+        pass
+    return True
+
+
+def _find_loopback_user(
+    there: tuple[str, int], here: tuple[str, int], table: str = "/proc/net/tcp"
+) -> int | None:
+    """Return the user of a socket of this host that is connected to one here; None if unknown."""
+    wanted = [f"{_reverse_address(host)}:{port:04X}" for host, port in (there, here)]
+    try:
+        with open_regular_file(table) as (file, _), io.BufferedReader(file) as lines:
+            for line in lines:
+                fields = line.decode("ascii", "replace").split()
+                if fields[1:3] == wanted:
+                    return int(fields[7])
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _reverse_address(host: str) -> str:
+    """Return an IPv4 address as the kernel prints it."""
+    return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}"
 
 
 def _make_proof(token: bytes, what: bytes) -> bytes:
