@@ -1,14 +1,15 @@
 """Plans whose stages have replicas on heterogeneous devices: n slow ranks feed m fast ones.
 
 On a heterogeneous cluster, the split of the model and the number of devices of each kind for each
-stage are selected together (:mod:`fxpart.solver.replicated_chain`), and compared by simulation with
-the best plan with equal stages and the best that uses devices of one kind only.
+stage are selected together (:mod:`fxpart.solver.replicated_chain`), and compared with the best plan with
+equal stages and the best that uses devices of one kind only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,7 +30,13 @@ from fxpart.planner.plan_builder import make_plan, rank_prediction
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prediction.schedule_change import find_overfull_ranks
 from fxpart.planner.prediction.stage_replicas import StageReplicas, plan_replicas
-from fxpart.planner.refinement import describe_measured_stages, is_measured, keys_of, measured_whole
+from fxpart.planner.refinement import (
+    describe_measured_stages,
+    is_measured,
+    keys_of,
+    measured_whole,
+    plan_seconds,
+)
 from fxpart.planner.request import fixed_stages
 from fxpart.pricing.device_limits import group_by_kind, named
 from fxpart.pricing.partition import price
@@ -94,7 +101,7 @@ def explain_equal_stages(request: PlanRequest) -> str | None:
 
 
 def find_replicated_plan(front: PreparedModel, microbatches: int | None) -> Found | None:
-    """Return the replicated plan with the shortest simulated step.
+    """Return the replicated plan with the shortest step.
 
     None where none fits, or where no requested schedule supports replicas.
     """
@@ -124,9 +131,11 @@ def find_replicated_plan(front: PreparedModel, microbatches: int | None) -> Foun
     limit = float(request.constraints.get("time_limit", 30.0)) / 2
     answer = solve_replicated_chain(given, time_limit=limit)
     mine = _ReplicatedPlanBuilder(front, given, places, answer, provenance)
-    found = [mine.plan(choice) for choice in answer.candidates[:_SIMULATED]]
-    fitting = [one for one in found if not find_overfull_ranks(one[0])]
-    return min(fitting, key=_seconds, default=None)
+    found = map(mine.plan, answer.candidates[:_SIMULATED])
+    fitting = (one for one in found if not find_overfull_ranks(one[0]))
+    if not is_measured(request.cost_model, request.cluster):
+        return next(fitting, None)  # candidates are in the order of their step times
+    return min(fitting, key=partial(_seconds, request), default=None)
 
 
 def choose_fastest_plan(
@@ -136,7 +145,7 @@ def choose_fastest_plan(
 ) -> tuple[Plan, GeneratedProgram, bool]:
     """Return the fastest of equal stages, replicated stages, and one device kind only.
 
-    Plans are compared by simulation. find_equal_stages: returns the best plan of equal stages of a
+    Plans are compared as those of different meshes. find_equal_stages: returns the best plan of equal stages of a
     request; raises FXP2xx where there is none, as this function does where there is no plan of any
     kind. Where a number of ranks is fixed, plans with that number take precedence. Returns the
     plan, its program, and whether it is the one with equal stages.
@@ -164,11 +173,11 @@ def choose_fastest_plan(
         assert fault is not None, "equal stages were tried first"
         raise fault
     ranked = sorted(
-        candidates, key=lambda one: (_has_other_rank_count(one[1], request), _seconds(one[1]))
+        candidates,
+        key=lambda one: (_has_other_rank_count(one[1], request), _seconds(request, one[1])),
     )
-    (name, (plan, parts)), *others = ranked
-    others_text = "; ".join(f"{other}: {units.seconds(_seconds(one))}" for other, one in others)
-    reason = f"{name}: {units.seconds(_seconds((plan, parts)))} simulated; {others_text}"
+    name, (plan, parts) = ranked[0]
+    reason = "; ".join(f"{kind}: {units.seconds(_seconds(request, one))}" for kind, one in ranked)
     with_reason = msgspec.structs.replace(
         plan,
         provenance={**plan.provenance, "kinds": reason},
@@ -344,8 +353,8 @@ def _onto_cluster(plan: Plan, request: PlanRequest, indices: Sequence[int]) -> P
     )
 
 
-def _seconds(found: Found) -> float:
-    return found[0].prediction.expected_seconds
+def _seconds(request: PlanRequest, found: Found) -> float:
+    return plan_seconds(found[0], request.cost_model)
 
 
 def _describe_replicas(plan: Plan) -> str:
@@ -367,7 +376,7 @@ class ReplicatedStagesFamily:
         return explain_equal_stages(request)
 
     def plan(self, context: ModelContext) -> PlanSearchResult:
-        """Return the fastest by simulation of these plans and those with equal stages."""
+        """Return the fastest of these plans and those with equal stages."""
         made: list[PlanSearchResult] = []
 
         def find_equal_stages(part: PreparedModel) -> Found:

@@ -28,6 +28,7 @@ from fxpart.planner.prediction.schedule_change import (
     predict_schedule,
 )
 from fxpart.planner.prediction.step_simulation import StageTimes
+from fxpart.planner.refinement import plan_seconds
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.make import make_unverified
 from fxpart.schedule.plan_actions import format_plan_actions
@@ -113,7 +114,8 @@ class ScheduleSelector:
                 found.append(made)
         if not found:
             raise _explain_unfit(full) if full else self._explain_too_few_blocks(names)
-        return min(found, key=lambda made: made[0].prediction.expected_seconds)
+        model = self.request.cost_model
+        return min(found, key=lambda made: plan_seconds(made[0], model))
 
     def _reorder(
         self, names: tuple[str, ...], plan: Plan, parts: GeneratedProgram
