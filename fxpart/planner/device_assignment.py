@@ -17,8 +17,8 @@ from fxpart.pricing.topology import (
 from fxpart.solver.assignment.problem import StageFlow
 from fxpart.solver.joint.objective import JointScorer
 from fxpart.solver.joint.problem import JointChoice, JointProblem, count_microbatch_rows
-from fxpart.solver.joint.schedule_costs import get_fill_fraction
 from fxpart.solver.objective import count_tied_reduction_messages
+from fxpart.solver.schedule_costs import get_fill_fraction
 
 if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
@@ -101,7 +101,7 @@ def traffic(problem: JointProblem, choice: JointChoice) -> Traffic:
         seconds=tuple(s.seconds - s.transfer_seconds for s in stages),
         once=tuple(s.reduce_seconds + s.optimizer_seconds for s in stages),
         microbatches=m,
-        fill=get_fill_fraction(choice.schedule, choice.virtual),
+        fill=get_fill_fraction(choice.schedule, m, len(stages), choice.virtual),
     )
 
 

@@ -21,7 +21,7 @@ from fxpart.solver.joint.problem import (
     JointSolution,
     count_option_devices,
 )
-from fxpart.solver.joint.schedule_costs import is_stream
+from fxpart.solver.schedule_costs import is_stream
 
 _EXACT = 1e-6  # a smaller gap counts as zero
 

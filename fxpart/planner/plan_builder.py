@@ -35,10 +35,11 @@ from fxpart.pricing.stage_parallelism import GradientReductionTimes
 from fxpart.program.edges import find_stage_edges as edges_of
 from fxpart.program.spec import ProgramSpec
 from fxpart.schedule.action import Schedule, StageEdge
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.sharding import Mesh
-from fxpart.solver.joint.schedule_costs import get_fill_fraction
 from fxpart.solver.objective import PartitionEvaluation, StageCost, evaluate
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
+from fxpart.solver.schedule_costs import get_fill_fraction
 from fxpart.solver.stage_graph.stage_partition import StagePartition
 
 if TYPE_CHECKING:
@@ -214,8 +215,10 @@ def _prediction(
     hosts: Sequence[HostLoad],
 ) -> Prediction:
     """Return the closed-form step time, and the simulated step with overlapped transfers."""
-    name, count = schedule.name, schedule.microbatches
-    found = simulate_step(name, count, edges, rows, hosts, evaluation.seconds)
+    count = schedule.microbatches
+    fast = SCHEDULES[schedule.name].warmup is not None
+    given = schedule.name if fast else (lambda: schedule)
+    found = simulate_step(given, count, edges, rows, hosts, evaluation.seconds)
     return Prediction(
         step_seconds=evaluation.seconds,
         simulated_seconds=found.seconds,
@@ -350,7 +353,8 @@ def _parts(
     """Return the components of the choice's step time, and its stages' predictions."""
     rows = [rank_prediction(k, (), cost, shared, problem) for k, cost in enumerate(found.stages)]
     count = problem.variants[choice.variant].microbatches
-    return step_parts(rows, count, get_fill_fraction(choice.schedule), found.seconds), rows
+    fill = get_fill_fraction(choice.schedule, count, len(rows))
+    return step_parts(rows, count, fill, found.seconds), rows
 
 
 def model_info(captured: CapturedModel, graph: fx.GraphModule) -> PlanModel:

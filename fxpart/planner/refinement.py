@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +27,7 @@ from fxpart.schedule.host_contention import average_computing_stages
 from fxpart.solver.objective import PartitionEvaluation, StageCost, evaluate
 from fxpart.solver.portfolio import solve, status_of
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
+from fxpart.solver.schedule_costs import get_fill_fraction, step_seconds
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
@@ -131,8 +131,9 @@ def refine_evaluation(
         stages.append(stage if known is None else known)
         if known is not None:
             whole.append(index)
-    longest = max((count - 1) * s.seconds + s.step_only_seconds for s in stages)
-    seconds = fsum(s.seconds for s in stages) + longest
+    fill = get_fill_fraction(choice.schedule, count, len(stages))
+    once = [stage.step_only_seconds for stage in stages]
+    seconds = step_seconds([stage.seconds for stage in stages], once, count, fill)
     made = msgspec.structs.replace(evaluation, seconds=seconds, stages=tuple(stages))
     return RefinedEvaluation(made, tuple(whole)) if whole else RefinedEvaluation(evaluation)
 

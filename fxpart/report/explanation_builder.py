@@ -28,7 +28,7 @@ from fxpart.report.explanation import (
     StepFigures,
 )
 from fxpart.schedule.spec import SCHEDULES
-from fxpart.solver.joint.schedule_costs import get_fill_fraction
+from fxpart.solver.schedule_costs import get_fill_fraction
 
 _TRIED = (0, 1, 2)  # staleness of all stages that the plan is compared with
 _NEAR = 0.999  # a stage above this share of the bottleneck's bound is as slow
@@ -71,7 +71,7 @@ def explanation(plan: Plan, work: ModelWork | None = None) -> Explanation:
 
 def share_of_fill(plan: Plan) -> float:
     """Return the share of each other stage's microbatch that a step waits for."""
-    return get_fill_fraction(plan.schedule, plan.virtual)
+    return get_fill_fraction(plan.schedule, plan.microbatches, len(plan.firsts), plan.virtual)
 
 
 def slowest(plan: Plan) -> list[RankPrediction]:

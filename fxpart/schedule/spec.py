@@ -98,6 +98,7 @@ class ScheduleSpec:
 
     fill: the pipeline bubble as a fraction of the time of one microbatch through all stages,
     divided by the stages of a rank; 0 if there is no closed form and steps are simulated.
+    fill_of_one: the same with a single microbatch, not divided.
     in_flight_form: the closed form of the microbatches in flight of a stage, if the solvers know
     one: ``"all"``; ``"to end"``: the number of stages to the end, itself included; ``"depth"``: the
     number of all stages; ``"pieces"``: of interleaved stages; ``"asynchronous"``: as ``"to end"``,
@@ -120,6 +121,7 @@ class ScheduleSpec:
     stages_per_rank: tuple[int, float] = (1, 1)
     count_in_flight: InFlightFunction | None = None
     fill: float = 0.0
+    fill_of_one: float = 1.0
     in_flight_form: InFlightForm | None = None
     warmup: WarmupFunction | None = None
     trains: bool = True
@@ -171,7 +173,7 @@ class ScheduleSpec:
     @property
     def chooses_cuts(self) -> bool:
         """Return whether the partition solver has its closed form and can choose cuts for it."""
-        return self.in_flight_form in ("all", "to end") and self.fill == 1.0
+        return self.in_flight_form in ("all", "to end", "depth") and self.fill > 0
 
     def count_stages_per_rank(self, requested: int) -> int:
         """Return the number of stages on each rank, given the requested number."""
@@ -258,7 +260,7 @@ _SPECS = (
     ),
     ScheduleSpec(
         name=ZB_H1, order="1F1B with split backward passes: W fills the bubble", build=zb_h1,
-        fill=1.0 / 3.0, in_flight_form="depth", splits_backward=True,
+        fill=1.0 / 3.0, fill_of_one=2.0 / 3.0, in_flight_form="depth", splits_backward=True,
     ),
     ScheduleSpec(
         name=ZB_V,

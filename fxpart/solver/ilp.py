@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from math import floor, inf
 from typing import Any
 
+import msgspec
 from ortools.sat.python import cp_model
 
 from fxpart.solver.bounds import cheap_bound
@@ -22,9 +23,13 @@ from fxpart.solver.dp import EXACT
 from fxpart.solver.objective import (
     count_tied_reduction_messages,
     get_tied_reduction_link,
-    in_flight,
 )
 from fxpart.solver.problem import BlockValue, PartitionChoice, PartitionProblem, Weight
+from fxpart.solver.schedule_costs import (
+    count_stage_in_flight,
+    get_fill_fraction,
+    split_stage_counts,
+)
 from fxpart.solver.search import PartitionRecord
 from fxpart.solver.suffix_dp import SolverTimeout
 
@@ -40,22 +45,27 @@ def solve_cp_sat(
 ) -> float:
     """Add choices to ``record`` and return a proven lower bound in seconds, infinite if none fits.
 
-    One integer program for each variant and schedule, the most promising first; the best known
-    choice is the hint and the cutoff. deadline: a ``time.monotonic()`` value. One worker and a
-    fixed seed make equal runs equal unless the deadline interrupts them.
+    One integer program for each variant, schedule, and range of stages with one filling, the most
+    promising first; the best known choice is the hint and the cutoff. deadline: a
+    ``time.monotonic()`` value. One worker and a fixed seed make equal runs equal unless the
+    deadline interrupts them.
     """
     parts = sorted(
-        (cheap_bound(problem, v), v, s)
-        for v in range(len(problem.variants))
-        for s in range(len(problem.schedules))
+        (cheap_bound(problem, v, schedule=name), v, s, counts)
+        for v, one in enumerate(problem.variants)
+        for s, name in enumerate(problem.schedules)
+        for counts in split_stage_counts(
+            name, one.microbatches, problem.min_stages, problem.max_stages
+        )
     )
     bound = inf
-    for cheap, variant, s in parts:
+    for cheap, variant, s, (low, high) in parts:
         if cheap >= record.seconds * (1 - EXACT):
             bound = min(bound, cheap)
             continue
         try:
-            program = _PartitionModel(problem, variant, problem.schedules[s], record, deadline)
+            part = msgspec.structs.replace(problem, min_stages=low, max_stages=high)
+            program = _PartitionModel(part, variant, problem.schedules[s], record, deadline)
             bound = min(bound, max(cheap, program.solve(seed)))
         except SolverTimeout:
             bound = min(bound, cheap)
@@ -125,7 +135,7 @@ class _PartitionModel:
         choice, n = self.record.choice, len(self.blocks)
         if choice is None:
             return [b * self.stages // n for b in self.blocks]
-        return [bisect_right(choice.starts, b) - 1 for b in self.blocks]
+        return [min(bisect_right(choice.starts, b), self.stages) - 1 for b in self.blocks]
 
     def _worst(self) -> float:
         """Return seconds that no choice exceeds: all on the slowest device, every value sent."""
@@ -228,6 +238,7 @@ class _PartitionModel:
         """Add the objective in seconds and its cutoff, in integer steps."""
         problem, one = self.problem, self.variant
         longest = self.model.new_int_var(0, cutoff, "")
+        fill = get_fill_fraction(self.schedule, one.microbatches, problem.min_stages)
         total: list[Expression] = [longest]
         self.received: list[list[Expression]] = []
         for p, device in enumerate(problem.devices[: self.stages]):
@@ -250,8 +261,8 @@ class _PartitionModel:
                 (messages * (latency + w.gradient * inverse), self._split(w, p))
                 for w in problem.weights
             ]
-            total += [self._int(c) * held for c, held in costs]
-            load = [self._int((one.microbatches - 1) * c) * held for c, held in costs]
+            total += [self._int(fill * c) * held for c, held in costs]
+            load = [self._int((one.microbatches - fill) * c) * held for c, held in costs]
             load += [self._int(c) * held for c, held in fixed]
             self.model.add(sum(load) <= longest)
         self.model.add(sum(total) <= cutoff)
@@ -292,7 +303,7 @@ class _PartitionModel:
             ]
             done = 0
             for stages in range(p + 1, self.stages + 1):
-                flying = in_flight(self.schedule, one.microbatches, stages, p)
+                flying = count_stage_in_flight(self.schedule, one.microbatches, stages, p)
                 if flying == done:
                     continue
                 self._left()

@@ -1,9 +1,11 @@
 """The objective: cost and memory of a choice. :func:`evaluate` judges every solver.
 
 Per stage s and microbatch, t_s = forward f_s + backward b_s + transfers received; per step, beta_s
-= tied-parameter gradient reduction + optimizer. The objective, the same for both schedules, is
+= tied-parameter gradient reduction + optimizer. The objective is
 
-    T = sum_s t_s + max_s((m-1) t_s + beta_s)
+    T = fill sum_s t_s + max_s((m - fill) t_s + beta_s)
+
+with the schedule's fill (:func:`.schedule_costs.get_fill_fraction`): 1 for GPipe and 1F1B.
 
 Relation to the schedules, without beta_s and transfers: GPipe takes exactly sum_s t_s + (m-1)(max_s
 f_s + max_s b_s), and 1F1B, in all simulations, no more. So T is exact for GPipe, and an upper bound
@@ -24,7 +26,6 @@ import msgspec
 
 from fxpart.errors import error
 from fxpart.schedule.spec import SCHEDULES
-from fxpart.solver.joint.schedule_costs import keeps_all
 from fxpart.solver.problem import (
     PartitionChoice,
     PartitionProblem,
@@ -32,6 +33,7 @@ from fxpart.solver.problem import (
     Recompute,
     Variant,
 )
+from fxpart.solver.schedule_costs import count_stage_in_flight, get_fill_fraction, step_seconds
 
 
 class _PartitionCostStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,14 +130,6 @@ class PartitionEvaluation(
         return not self.faults
 
 
-def in_flight(schedule: str, microbatches: int, stages: int, stage: int) -> int:
-    """Return the number of microbatches in flight at the stage's peak.
-
-    m for GPipe, min(m, S - s) for 1F1B (stage s of S).
-    """
-    return microbatches if keeps_all(schedule) else min(microbatches, stages - stage)
-
-
 def get_tied_reduction_link(problem: PartitionProblem, stage: int) -> tuple[float, float]:
     """Return latency and inverse bandwidth of the tied gradient reduction (see ``Weight``)."""
     if len(problem.devices) == 1:
@@ -180,11 +174,15 @@ class PartitionScorer:
         ends = (*(start - 1 for start in choice.starts[1:]), len(problem.blocks) - 1)
         m = variant.microbatches
         stages = tuple(
-            self.stage(variant, k, first, last, in_flight(choice.schedule, m, count, k))
+            self.stage(variant, k, first, last, count_stage_in_flight(choice.schedule, m, count, k))
             for k, (first, last) in enumerate(zip(choice.starts, ends, strict=True))
         )
-        longest = max((m - 1) * s.seconds + s.step_only_seconds for s in stages)
-        seconds = fsum(s.seconds for s in stages) + longest
+        seconds = step_seconds(
+            [s.seconds for s in stages],
+            [s.step_only_seconds for s in stages],
+            m,
+            get_fill_fraction(choice.schedule, m, count),
+        )
         faults = (*_broken_constraints(problem, choice), *_overfull(problem, stages))
         return PartitionEvaluation(seconds=seconds, stages=stages, faults=faults)
 

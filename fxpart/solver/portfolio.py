@@ -60,7 +60,8 @@ def solve(
     if problem.once:  # equal for every choice: solve without it
         left = max(0.0, deadline - time.monotonic())
         bare = msgspec.structs.replace(problem, once=0.0)
-        return shift_solution(solve(bare, time_limit=left, seed=seed, solver=solver), problem.once)
+        found = solve(bare, time_limit=left, seed=seed, solver=solver)
+        return _with_constant(found, problem)
     if solver == "brute":
         return solve_brute(problem)
     record = PartitionRecord(PartitionScorer(problem))
@@ -76,10 +77,14 @@ def solve(
     return solution(record, search.bound, "dp")
 
 
-def shift_solution(found: Solution, seconds: float) -> Solution:
-    """Return the solution of the same problem if every choice takes ``seconds`` more."""
-    objective, bound = found.objective + seconds, found.bound + seconds
-    status = found.status if found.choice is None else status_of(objective, bound)
+def _with_constant(found: Solution, problem: PartitionProblem) -> Solution:
+    """Return the solution of the problem without ``once`` as one of the problem itself."""
+    bound = found.bound + problem.once
+    if found.choice is None:
+        return msgspec.structs.replace(found, bound=bound)
+    objective = PartitionScorer(problem).evaluate(found.choice).seconds
+    bound = min(bound, objective)
+    status = status_of(objective, bound)
     return msgspec.structs.replace(found, objective=objective, bound=bound, status=status)
 
 

@@ -84,7 +84,7 @@ class PartitionSearch:
         self._closed = inf  # minimum bound of the completed branches
         low, high = problem.min_stages, min(problem.max_stages, self.tables.units)
         self._open = [
-            _Branch(cheap_bound(problem, v, high), (v, s, low), low, high)
+            _Branch(cheap_bound(problem, v, high, problem.schedules[s]), (v, s, low), low, high)
             for v in range(len(problem.variants))
             for s in range(len(problem.schedules))
             if low <= high

@@ -3,8 +3,10 @@
 State (q, i): q stages are still to come and begin with unit i. Counting from the end makes the
 memory of 1F1B exact, because the stage with q to go (itself included) has min(m, q) microbatches in
 flight. One run serves every number of stages in a range. If devices differ, the stage with q to go
-may be on several devices and gets the best of their tables, which is a relaxation, exact for a
-range of one. The first stage has a table of its own, because it receives nothing.
+may be on several devices and gets the best of their tables; under a schedule whose filling or
+microbatches in flight depend on the number of stages, those of the fewest are assumed. Both are
+relaxations, exact for a range of one. The first stage has a table of its own, because it receives
+nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ from math import inf
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fxpart.solver.objective import in_flight
+from fxpart.solver.schedule_costs import (
+    count_stage_in_flight,
+    get_fill_fraction,
+    needs_whole_depth,
+)
 from fxpart.solver.tables import Floats, Ints, PartitionTables, StageCostTable
 
 _LIVE = 8  # kinds of device whose costs under one threshold are cached at a time
@@ -40,18 +46,20 @@ class SuffixProgram:
         """Choose the table of each layer; deadline: a ``time.monotonic()`` value, in seconds."""
         self.variant, self.schedule, self.low, self.high = variant, schedule, low, high
         self.units, self.deadline = tables.units, deadline
-        self._costs = tables.variant(variant)
+        self.microbatches = tables.problem.variants[variant].microbatches
+        fills = [get_fill_fraction(schedule, self.microbatches, count) for count in (low, high)]
+        self._costs = tables.variant(variant, fills[0])
         self._first = self._costs.stage(0)
-        self.microbatches = self._costs.variant.microbatches
         self._kinds = [
             tuple(sorted(set(self._costs.kinds[max(1, low - q) : high - q + 1])))
             for q in range(high + 1)
         ]
-        self.exact = all(len(kinds) < 2 for kinds in self._kinds[1:])
+        self.exact = all(len(kinds) < 2 for kinds in self._kinds[1:]) and (
+            low == high or (fills[0] == fills[1] and not needs_whole_depth(schedule))
+        )
 
     def run(self, threshold: float, *, longest: bool = False) -> Floats:
-        """Return h[q, i]: the minimum sum of t_s over q stages from unit i, with loads up to
-        threshold.
+        """Return h[q, i]: the minimum filling of q stages from unit i, with loads up to threshold.
 
         With ``longest`` the minimum longest load instead of the sum. Infinite if memory or the
         threshold permits none. Raises :class:`SolverTimeout`.
@@ -142,7 +150,8 @@ class SuffixProgram:
         return np.unique(np.concatenate(within))
 
     def _flying(self, q: int) -> int:
-        return in_flight(self.schedule, self.microbatches, q, 0)
+        stages = max(q, self.low) if needs_whole_depth(self.schedule) else q
+        return count_stage_in_flight(self.schedule, self.microbatches, stages, 0)
 
 
 def _joined(costs: Floats, after: Floats, longest: bool) -> Floats:

@@ -36,8 +36,8 @@ _KEEP = 2**28  # bytes of cached stage tables, at least four tables
 class StageCostTable:
     """Cost of each interval as one stage: bands of shape (units, units).
 
-    seconds: t_s; load: (m-1) t_s + beta_s; flights: the most microbatches in flight that memory
-    allows (-1: none, not even without activations). others: the tables in the other modes of
+    seconds: fill t_s; load: (m - fill) t_s + beta_s; flights: the most microbatches in flight that
+    memory allows (-1: none, not even without activations). others: the tables in the other modes of
     recomputation; a stage uses the fastest one that fits.
     """
 
@@ -108,7 +108,7 @@ class PartitionTables:
         self.syncs = self.band(interval_sums(n, *_columns([(r, s) for r, s, _ in split])))
         self.sync_bytes = self.band(interval_sums(n, *_columns([(r, s * g) for r, s, g in split])))
         self.step = [self.additive(np.array(row, dtype=np.float64)) for row in problem.step]
-        self._variants: dict[int, VariantTables] = {}
+        self._variants: dict[tuple[int, float], VariantTables] = {}
         self.kept_tables: deque[tuple[dict[tuple[int, ...], StageCostTable], tuple[int, ...]]] = (
             deque()
         )
@@ -136,11 +136,12 @@ class PartitionTables:
         each = sizes[self._leaving_value] if self._leaving else np.zeros(0, dtype=np.int64)
         return self.band(interval_sums(len(self.problem.blocks), self._leaving, each))
 
-    def variant(self, index: int) -> VariantTables:
-        """Return the tables at one microbatch size, made on first request."""
-        if index not in self._variants:
-            self._variants[index] = VariantTables(self, index)
-        return self._variants[index]
+    def variant(self, index: int, fill: float = 1.0) -> VariantTables:
+        """Return the tables at one microbatch size, made on first request. fill: the schedule's."""
+        key = (index, fill)
+        if key not in self._variants:
+            self._variants[key] = VariantTables(self, index, fill)
+        return self._variants[key]
 
     def make_room(self) -> None:
         """Drop the oldest stage tables of all variants until another fits in the budget."""
@@ -158,9 +159,9 @@ class PartitionTables:
 class VariantTables:
     """Interval tables at one microbatch size."""
 
-    def __init__(self, tables: PartitionTables, index: int) -> None:
+    def __init__(self, tables: PartitionTables, index: int, fill: float) -> None:
         """Sum this variant's seconds and bytes over all intervals."""
-        self.tables = tables
+        self.tables, self.fill = tables, fill
         self.variant = tables.problem.variants[index]
         variant = self.variant
         both = [
@@ -227,13 +228,13 @@ class VariantTables:
         found = []
         for again, each, standing in self._modes(type_):
             whole = seconds if again is None else seconds + again
-            load = (m - 1) * whole + sync + tables.step[type_]
+            load = (m - self.fill) * whole + sync + tables.step[type_]
             room = memory - standing
             # a stage without activations may have any number in flight
             flights = np.where(each > 0, room // np.maximum(each, 1), np.int64(2**40))
             there = (room >= 0) & (tables.updating <= memory) & tables.valid
             found.append(StageCostTable(
-                np.where(tables.valid, whole, np.inf),
+                np.where(tables.valid, self.fill * whole, np.inf),
                 np.where(tables.valid, load, np.inf),
                 np.where(there, flights, np.int64(-1)),
             ))  # fmt: skip

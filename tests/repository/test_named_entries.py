@@ -20,7 +20,7 @@ from fxpart.schedule.action import FORWARD, ActionKind
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.spec import FOUND, SCHEDULES
 from fxpart.schedule.weight_modes import MODES
-from fxpart.solver.joint.schedule_costs import count_stage_in_flight
+from fxpart.solver.schedule_costs import count_stage_in_flight
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = "".join(

@@ -7,7 +7,7 @@ import random
 import pytest
 from built_schedules import BUILDERS
 from msgspec.structs import replace
-from partition_problems import random_problem
+from partition_problems import filling, random_problem, with_zero_bubble
 
 from fxpart.errors import FxpartError
 from fxpart.schedule.action import Schedule, StageEdge
@@ -36,7 +36,11 @@ def again(problem: PartitionProblem, choice: PartitionChoice) -> tuple[float, bo
         time[stage_of[b]] += one.forward[kind][b] + one.backward[kind][b]
         load[stage_of[b]] += problem.step[kind][b]
     need, state, updating = [0] * count, [0] * count, [0] * count
-    flying = [m if choice.schedule == "gpipe" else min(m, count - s) for s in range(count)]
+    flying = {
+        "gpipe": [m] * count,
+        "1f1b": [min(m, count - s) for s in range(count)],
+        "zb-h1": [min(m, count)] * count,
+    }[choice.schedule]
     for s in range(count):
         mine = [b for b in range(n) if stage_of[b] == s]
         need[s] += max(one.workspace[b] for b in mine)
@@ -63,14 +67,16 @@ def again(problem: PartitionProblem, choice: PartitionChoice) -> tuple[float, bo
     fits = all(
         state[s] + max(need[s], updating[s]) <= problem.devices[s].memory for s in range(count)
     )
-    return sum(time) + max((m - 1) * t + f for t, f in zip(time, load, strict=True)), fits
+    fill = filling(choice.schedule, m, count)
+    longest = max((m - fill) * t + f for t, f in zip(time, load, strict=True))
+    return fill * sum(time) + longest, fits
 
 
 @pytest.mark.slow
 def test_agrees_with_a_second_implementation() -> None:
     seen = {True: 0, False: 0}
     for seed in range(150):
-        problem = random_problem(seed)
+        problem = with_zero_bubble(random_problem(seed), seed)
         for choice in choices(problem):
             evaluation = evaluate(problem, choice)
             seconds, fits = again(problem, choice)

@@ -8,13 +8,20 @@ from math import fsum, inf
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from partition_problems import random_problem, transformer, with_random_recompute
+from partition_problems import (
+    filling,
+    random_problem,
+    transformer,
+    with_random_recompute,
+    with_zero_bubble,
+)
 
 from fxpart.errors import FxpartError
 from fxpart.solver.infeasible import explain_infeasible
-from fxpart.solver.objective import PartitionScorer, StageCost, evaluate, in_flight
+from fxpart.solver.objective import PartitionScorer, StageCost, evaluate
 from fxpart.solver.portfolio import choices, solve, solve_brute
 from fxpart.solver.problem import PartitionProblem, without_recompute
+from fxpart.solver.schedule_costs import count_stage_in_flight
 from fxpart.solver.suffix_dp import _AdmittedCosts
 from fxpart.solver.tables import PartitionTables
 
@@ -22,7 +29,7 @@ SEEDS = range(250)
 
 
 def problem_of(seed: int) -> PartitionProblem:
-    return with_random_recompute(random_problem(seed, largest=6), seed)
+    return with_random_recompute(with_zero_bubble(random_problem(seed, largest=6), seed), seed)
 
 
 def enumerate_modes(problem: PartitionProblem) -> float:
@@ -34,12 +41,13 @@ def enumerate_modes(problem: PartitionProblem) -> float:
         m, ends = variant.microbatches, (*choice.starts[1:], len(problem.blocks))
         rows: list[list[StageCost]] = []
         for k, (first, end) in enumerate(zip(choice.starts, ends, strict=True)):
-            flying = in_flight(choice.schedule, m, count, k)
+            flying = count_stage_in_flight(choice.schedule, m, count, k)
             each = [scorer.stage(variant, k, first, end - 1, flying) for scorer in scorers]
             rows.append([stage for stage in each if stage.needed <= stage.memory_limit])
         for stages in product(*rows):
-            longest = max((m - 1) * s.seconds + s.step_only_seconds for s in stages)
-            best = min(best, fsum(s.seconds for s in stages) + longest)
+            fill = filling(choice.schedule, m, count)
+            longest = max((m - fill) * s.seconds + s.step_only_seconds for s in stages)
+            best = min(best, fill * fsum(s.seconds for s in stages) + longest)
     return best
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import msgspec
-from partition_problems import random_problem
+from partition_problems import random_problem, with_zero_bubble
 
 from fxpart.solver.assignment.device_order import DeviceLinks
 from fxpart.solver.problem import DeviceLimit, PartitionProblem, Variant
@@ -17,7 +17,7 @@ def random_orders(seed: int) -> tuple[PartitionProblem, DeviceLinks]:
     Some devices are copies of others. A few are infeasible.
     """
     rng = Random(seed)
-    problem = random_problem(seed, largest=7)
+    problem = with_zero_bubble(random_problem(seed, largest=7), seed)
     n = rng.randint(1, 5)
     speeds = [rng.choice((0.5, 1.0, rng.uniform(0.3, 3.0))) for _ in range(n)]
     memories = [rng.choice((200, 10**9, rng.randint(100, 500))) for _ in range(n)]

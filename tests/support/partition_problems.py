@@ -103,6 +103,24 @@ def random_problem(seed: int, largest: int = 8) -> PartitionProblem:
     )
 
 
+def with_zero_bubble(problem: PartitionProblem, seed: int) -> PartitionProblem:
+    """The problem under ZB-H1, also or alone, for two of three seeds."""
+    choices = (problem.schedules, ("zb-h1",), (*problem.schedules, "zb-h1"))
+    return msgspec.structs.replace(problem, schedules=choices[seed % 3])
+
+
+def filling(schedule: str, microbatches: int, stages: int) -> float:
+    """The part of the time through all stages that fills the pipeline, in other words.
+
+    Under ZB-H1 the forwards of a third on the way in, and on the way back as much for each stage
+    that has no microbatch to defer.
+    """
+    if schedule != "zb-h1" or stages == 1:
+        return 1.0
+    deferred = min(microbatches - 1, stages - 1)
+    return (1 + (stages - 1 - deferred) / (stages - 1)) / 3
+
+
 def transformer(
     *,
     layers: int,

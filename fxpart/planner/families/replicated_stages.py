@@ -1,8 +1,8 @@
 """Plans whose stages have replicas on heterogeneous devices: n slow ranks feed m fast ones.
 
 On a heterogeneous cluster, the split of the model and the number of devices of each kind for each
-stage are selected together (:mod:`fxpart.solver.replicated_chain`), and compared with the best plan with
-equal stages and the best that uses devices of one kind only.
+stage are selected together (:mod:`fxpart.solver.replicated_chain`), and compared with the best plan
+with equal stages and the best that uses devices of one kind only.
 """
 
 from __future__ import annotations
@@ -145,10 +145,10 @@ def choose_fastest_plan(
 ) -> tuple[Plan, GeneratedProgram, bool]:
     """Return the fastest of equal stages, replicated stages, and one device kind only.
 
-    Plans are compared as those of different meshes. find_equal_stages: returns the best plan of equal stages of a
-    request; raises FXP2xx where there is none, as this function does where there is no plan of any
-    kind. Where a number of ranks is fixed, plans with that number take precedence. Returns the
-    plan, its program, and whether it is the one with equal stages.
+    Plans are compared as those of different meshes. find_equal_stages: returns the best plan of
+    equal stages of a request; raises FXP2xx where there is none, as this function does where there
+    is no plan of any kind. Where a number of ranks is fixed, plans with that number take
+    precedence. Returns the plan, its program, and whether it is the one with equal stages.
     """
     request = front.request
     candidates: list[tuple[str, Found]] = []

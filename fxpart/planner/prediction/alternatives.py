@@ -13,9 +13,9 @@ from fxpart.planner.prediction.descriptions import (
     find_overfull_stages,
 )
 from fxpart.planner.prediction.neighbors import one_decision, other_depth
-from fxpart.solver.joint.objective import JointEvaluation, JointScorer, step_seconds
+from fxpart.solver.joint.objective import JointEvaluation, JointScorer
 from fxpart.solver.joint.problem import JointChoice, JointSolution, count_option_devices
-from fxpart.solver.joint.schedule_costs import get_fill_fraction
+from fxpart.solver.schedule_costs import get_fill_fraction, step_seconds
 
 CANDIDATES = 5  # of the solver, stored in a plan
 CHANGES = 16  # single changed decisions, stored in a plan
@@ -120,9 +120,9 @@ class AlternativeComparison:
         if len(known) < len(costs):
             return None
         times, once = zip(*known, strict=True)
-        return step_seconds(
-            times, once, other.microbatches, get_fill_fraction(other.schedule, other.virtual)
-        )
+        m = other.microbatches
+        fill = get_fill_fraction(other.schedule, m, len(times), other.virtual)
+        return step_seconds(times, once, m, fill)
 
     def _cost(self, option: int, first: int, last: int) -> tuple[float, float] | None:
         key = (option, first, last)

@@ -11,7 +11,7 @@ from fxpart.plan.prediction import RankPrediction, StepParts, step_parts
 from fxpart.planner.prediction.joint_prediction import entries
 from fxpart.solver.joint.objective import JointEvaluation, degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem
-from fxpart.solver.joint.schedule_costs import get_fill_fraction
+from fxpart.solver.schedule_costs import get_fill_fraction
 
 _SAME = 5e-4  # smaller relative differences are not reported
 
@@ -78,5 +78,6 @@ def _parts(
     choice: JointChoice, evaluation: JointEvaluation, rows: Sequence[RankPrediction]
 ) -> StepParts:
     """Return the components of the choice's step time."""
-    share = get_fill_fraction(choice.schedule, choice.virtual)
-    return step_parts(rows, choice.microbatches, share, evaluation.seconds)
+    m, stages = choice.microbatches, len(evaluation.stages)
+    share = get_fill_fraction(choice.schedule, m, stages, choice.virtual)
+    return step_parts(rows, m, share, evaluation.seconds)

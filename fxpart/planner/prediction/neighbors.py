@@ -9,7 +9,7 @@ import msgspec
 
 from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem
-from fxpart.solver.joint.schedule_costs import has_pieces
+from fxpart.solver.schedule_costs import has_pieces
 
 Named = tuple[str, JointChoice]  # description of the difference, and the choice
 Degrees = tuple[int, int, int, int, str]  # as fxpart.solver.joint.objective.degrees has them

@@ -16,8 +16,8 @@ from math import inf, prod
 import numpy as np
 
 from fxpart.solver.assignment.device_order import DeviceLinks
-from fxpart.solver.objective import in_flight
 from fxpart.solver.problem import PartitionProblem
+from fxpart.solver.schedule_costs import count_stage_in_flight, get_fill_fraction
 from fxpart.solver.suffix_dp import SolverTimeout
 from fxpart.solver.tables import Floats, Kind, PartitionTables, StageCostTable
 
@@ -100,7 +100,8 @@ class DeviceClasses:
                     yield after, (c, following), self.kind(state, c, following)
 
 
-Known = dict[tuple[int, Kind], tuple[Floats, Floats, Floats]]  # by variant and kind
+# by variant, filling and kind
+Known = dict[tuple[int, float, Kind], tuple[Floats, Floats, Floats]]
 Key = tuple[State, int]  # second item: required class of the successor (-1: any)
 
 
@@ -159,9 +160,10 @@ class DeviceOrderProgram:
     ) -> None:
         """deadline: a ``time.monotonic()`` value, in seconds. known: shared tables."""
         self.fleet, self.units, self.stages, self.deadline = fleet, tables.units, stages, deadline
-        self._costs = tables.variant(variant)
-        m = self._costs.variant.microbatches
-        self._flying = [in_flight(schedule, m, stages, k) for k in range(stages)]
+        m = tables.problem.variants[variant].microbatches
+        self._fill = get_fill_fraction(schedule, m, stages)
+        self._costs = tables.variant(variant, self._fill)
+        self._flying = [count_stage_in_flight(schedule, m, stages, k) for k in range(stages)]
         self._steps = [fleet.steps(stages, k) for k in range(stages)]
         self._variant, self._known = variant, {} if known is None else known
         self.order: tuple[int, ...] = ()
@@ -199,7 +201,7 @@ class DeviceOrderProgram:
 
     def _dense(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
         """Return seconds, loads and microbatches in flight by (first unit, last unit)."""
-        key = (self._variant, kind)
+        key = (self._variant, self._fill, kind)
         if key not in self._known:
             self._known[key] = _dense(self._costs.of_kind(kind))
         return self._known[key]

@@ -155,8 +155,8 @@ def _exact(fleet: DeviceClasses, best: _DeviceOrderIncumbent) -> float:
     problem, lower = best.problem, inf
     near = len(best.order)
     for variant in range(len(problem.variants)):
-        cheap = cheap_bound(problem, variant, len(problem.devices))
         for schedule in problem.schedules:
+            cheap = cheap_bound(problem, variant, len(problem.devices), schedule)
             for stages in sorted(best.counts, key=lambda n: (abs(n - near), n)):
                 minimizer = best.minimizer(fleet, (variant, schedule, stages))
                 with contextlib.suppress(SolverTimeout):

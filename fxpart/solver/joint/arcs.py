@@ -14,7 +14,7 @@ import numpy as np
 from fxpart.solver.joint.intervals import Bytes, Floats, IntervalSizes, IntervalTables
 from fxpart.solver.joint.objective import uniform_degrees
 from fxpart.solver.joint.problem import JointProblem, count_option_devices
-from fxpart.solver.joint.schedule_costs import get_fill_fraction, is_stream, keeps_all
+from fxpart.solver.schedule_costs import get_fill_fraction, is_stream, keeps_all
 
 _KEEP = 1e-6  # relative to the cutoff: a smaller excess may be a rounding error
 
@@ -42,13 +42,15 @@ def list_candidate_arcs(
     schedule: str,
     cutoff: float = inf,
     keep: frozenset[tuple[int, int, int]] = frozenset(),
+    *,
+    share: float,
 ) -> list[Arc]:
     """Return every candidate stage, ordered by first block, last block and option.
 
     cutoff: seconds of a step; a stage that alone takes more is omitted. keep: stages (first, last,
-    option) that are not omitted when dominated.
+    option) that are not omitted when dominated. share: the schedule's ``get_fill_fraction``.
     """
-    problem, share = tables.problem, get_fill_fraction(schedule)
+    problem = tables.problem
     by_interval: dict[tuple[int, int], list[Arc]] = {}
     for index, option in enumerate(problem.options):
         devices = count_option_devices(problem, option)
@@ -130,7 +132,8 @@ def least_seconds(tables: IntervalTables, microbatches: int, schedule: str) -> f
 
     Infinite if no option can run so many microbatches.
     """
-    problem, share = tables.problem, get_fill_fraction(schedule)
+    problem = tables.problem
+    share = get_fill_fraction(schedule, microbatches, problem.min_stages)
     work, alone = _least(tables, microbatches)
     total = float(alone.sum())
     if total == inf:

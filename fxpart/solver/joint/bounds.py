@@ -19,7 +19,7 @@ from math import inf
 import numpy as np
 
 from fxpart.solver.joint.arrays import Floats, Ints, JointArrays
-from fxpart.solver.joint.schedule_costs import get_fill_fraction
+from fxpart.solver.schedule_costs import get_fill_fraction
 
 _SCALES = (
     0.2,
@@ -113,7 +113,8 @@ class CheapBounds:
         return self._prices[key]
 
     def _priced(self, microbatches: int, schedule: str, options: Ints, virtual: int) -> Prices:
-        s, share = self.stacked, get_fill_fraction(schedule, virtual)
+        s = self.stacked
+        share = get_fill_fraction(schedule, microbatches, s.problem.min_stages, virtual)
         t, once = (x[options] for x in self.costs(microbatches))
         wrong = np.isinf(t)
         t = np.where(wrong, 0.0, t)  # no 0 * inf

@@ -14,7 +14,7 @@ from fxpart.solver.joint.problem import (
     JointSolution,
     count_option_devices,
 )
-from fxpart.solver.joint.schedule_costs import has_pieces
+from fxpart.solver.schedule_costs import has_pieces
 
 LIMIT = 2_000_000  # choices that may be enumerated
 

@@ -2,7 +2,8 @@
 
 State (q, i): q stages are still to come and begin with unit i. Counting from the end makes the
 memory of 1F1B exact, because the stage with q to go (itself included) has min(m, q) microbatches in
-flight. Under ZB-H1 each stage has as many as there are stages. A branch is exact if the number of
+flight. Under ZB-H1 each stage has as many as there are stages, and with few microbatches the
+filling depends on that number, too. A branch is exact if the number of
 its stages is irrelevant for every entry; otherwise it assumes the fewest, which is a relaxation. A
 *threshold* on the load of every stage turns T = sum filling + max load into a sum.
 """
@@ -18,8 +19,12 @@ import numpy as np
 from fxpart.solver.joint.arrays import Floats, Ints, Mask
 from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.problem import JointChoice
-from fxpart.solver.joint.schedule_costs import count_stage_in_flight, needs_whole_depth
 from fxpart.solver.joint.tables import StageEntries
+from fxpart.solver.schedule_costs import (
+    count_stage_in_flight,
+    get_fill_fraction,
+    needs_whole_depth,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class SearchBranch:
             )
             between = (entries.flights >= fewest) & (entries.flights < most)
             self.exact = self.exact and not between.any()
+        fills = {get_fill_fraction(schedule, microbatches, count) for count in (low, high)}
+        self.exact = self.exact and len(fills) == 1
 
     def flying(self, q: int) -> int:
         """Return the microbatches in flight in the stage with q to go.

@@ -24,7 +24,7 @@ from fxpart.solver.joint.problem import (
     JointProblem,
     count_option_devices,
 )
-from fxpart.solver.joint.schedule_costs import has_pieces, needs_whole_depth
+from fxpart.solver.schedule_costs import has_pieces, needs_whole_depth
 from fxpart.solver.suffix_dp import SolverTimeout
 
 _NONE = 2**40  # more devices than any pool has

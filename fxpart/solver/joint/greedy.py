@@ -13,13 +13,13 @@ from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.bounds import CheapBounds
 from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.joint.record import JointRecord
-from fxpart.solver.joint.schedule_costs import (
+from fxpart.solver.joint.weight_copies import WeightCopyCounts
+from fxpart.solver.schedule_costs import (
     count_stage_in_flight,
     get_fill_fraction,
     has_pieces,
     is_stream,
 )
-from fxpart.solver.joint.weight_copies import WeightCopyCounts
 
 _TRIES = 60  # choices tried before the search
 _ENOUGH = 3  # feasible ones after which it stops
@@ -56,7 +56,7 @@ def estimates(
 
     Omit those over memory.
     """
-    problem, share = stacked.problem, get_fill_fraction(schedule, virtual)
+    problem = stacked.problem
     counts, work = stacked.counts, stacked.work(m)
     t, once = bounds.costs(m)
     total, steps = (t * counts).sum(axis=1), (once * counts).sum(axis=1)
@@ -76,6 +76,7 @@ def estimates(
             hop = float(stacked.transfer.latency[pool])
             hop += float(stacked.transfer.inverse[pool]) * moved
             each = float(total[option]) + 2 * hop * (stages * virtual - 1)
+            share = get_fill_fraction(schedule, m, stages, virtual)
             load = ((m - share) * each + float(steps[option])) / stages
             seconds = share * each + load
             if isfinite(seconds):

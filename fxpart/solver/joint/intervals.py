@@ -22,10 +22,10 @@ from fxpart.solver.joint.problem import (
     ParallelOption,
     ParameterFootprint,
 )
-from fxpart.solver.joint.schedule_costs import count_stage_in_flight, is_stream
 from fxpart.solver.joint.stage_state import Part
 from fxpart.solver.joint.weight_copies import WeightCopyCounts
 from fxpart.solver.objective import count_tied_reduction_messages
+from fxpart.solver.schedule_costs import count_stage_in_flight, is_stream
 
 Floats = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.int64]

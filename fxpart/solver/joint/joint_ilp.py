@@ -23,8 +23,13 @@ from fxpart.solver.joint.arcs import least_seconds, list_candidate_arcs
 from fxpart.solver.joint.intervals import IntervalTables
 from fxpart.solver.joint.objective import uniform_degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem
-from fxpart.solver.joint.schedule_costs import get_fill_fraction, has_pieces, needs_whole_depth
 from fxpart.solver.progress import Progress
+from fxpart.solver.schedule_costs import (
+    get_fill_fraction,
+    has_pieces,
+    needs_whole_depth,
+    split_stage_counts,
+)
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
 # relative margin of the cutoff above the step time, so that rounding does not exclude it
@@ -64,16 +69,17 @@ def solve_cp_sat(
     tables = IntervalTables(problem)
     best = _JointIncumbent(tables, incumbent)
     parts = sorted(
-        (least_seconds(tables, m, schedule), m, s)
+        (least_seconds(tables, m, schedule), m, s, counts)
         for m in problem.microbatches
         for s, schedule in enumerate(problem.schedules)
+        for counts in split_stage_counts(schedule, m, problem.min_stages, problem.max_stages)
     )
-    bounds, stopped = [cheap for cheap, _, _ in parts], False
-    for k, (cheap, microbatches, s) in enumerate(parts):
+    bounds, stopped = [cheap for cheap, *_ in parts], False
+    for k, (cheap, microbatches, s, counts) in enumerate(parts):
         left = deadline - time.monotonic()
         if stopped or left <= 0 or cheap >= best.seconds * (1 - _EXACT):
             continue
-        program = _JointModel(tables, microbatches, problem.schedules[s], best)
+        program = _JointModel(tables, microbatches, problem.schedules[s], counts, best)
         found, stopped = program.solve(seed, deadline)
         bounds[k] = max(cheap, found)
         if progress is not None:
@@ -100,24 +106,27 @@ class _JointIncumbent:
 
 
 class _JointModel:
-    """One microbatch count under one schedule; the number of stages is a decision."""
+    """One microbatch count under one schedule; the number of stages is a decision.
+
+    counts: the smallest and largest one, all with one filling.
+    """
 
     def __init__(
         self,
         tables: IntervalTables,
         microbatches: int,
         schedule: str,
+        counts: tuple[int, int],
         best: _JointIncumbent,
     ) -> None:
-        self.problem, self.best = tables.problem, best
-        self.microbatches, self.schedule, self.share = (
-            microbatches,
-            schedule,
-            get_fill_fraction(schedule),
-        )
+        self.problem, self.best, self.counts = tables.problem, best, counts
+        self.microbatches, self.schedule = microbatches, schedule
+        self.share = get_fill_fraction(schedule, microbatches, counts[0])
         hinted = self._hinted()
         cutoff = best.seconds * (1 + _SLACK)
-        self.arcs = list_candidate_arcs(tables, microbatches, schedule, cutoff, hinted)
+        self.arcs = list_candidate_arcs(
+            tables, microbatches, schedule, cutoff, hinted, share=self.share
+        )
         top = best.seconds if isfinite(best.seconds) else self._worst()
         self.scale = _STEPS / top if top > 0 else 1.0
         self.model = cp_model.CpModel()
@@ -219,8 +228,8 @@ class _JointModel:
         after = [
             sum(self.used[k] for k, a in enumerate(self.arcs) if a.first > b) for b in range(n)
         ]
-        self.model.add(1 + after[0] >= problem.min_stages)
-        self.model.add(1 + after[0] <= problem.max_stages)
+        self.model.add(1 + after[0] >= self.counts[0])
+        self.model.add(1 + after[0] <= self.counts[1])
         for p, pool in enumerate(problem.pools):
             taken = [
                 arc.devices * self.used[k]

@@ -15,7 +15,6 @@ ZeRO level) + buffers + flying * (activations + received and sent values) + the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from math import fsum
 
@@ -31,15 +30,16 @@ from fxpart.solver.joint.problem import (
     count_microbatch_rows,
     count_option_devices,
 )
-from fxpart.solver.joint.schedule_costs import (
+from fxpart.solver.joint.stage_state import StageState
+from fxpart.solver.joint.weight_copies import WeightCopyCounts
+from fxpart.solver.objective import StageMemory, count_tied_reduction_messages
+from fxpart.solver.schedule_costs import (
     count_stage_in_flight,
     get_fill_fraction,
     has_pieces,
     is_stream,
+    step_seconds,
 )
-from fxpart.solver.joint.stage_state import StageState
-from fxpart.solver.joint.weight_copies import WeightCopyCounts
-from fxpart.solver.objective import StageMemory, count_tied_reduction_messages
 
 
 class _JointCostStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,11 +97,6 @@ class JointEvaluation(_JointCostStruct, frozen=True, kw_only=True, forbid_unknow
         return not self.faults
 
 
-def step_seconds(times: Sequence[float], once: Sequence[float], m: int, share: float) -> float:
-    """Return T from t_s, beta_s, the microbatches and the schedule's ``get_fill_fraction``."""
-    return share * fsum(times) + max((m - share) * t + b for t, b in zip(times, once, strict=True))
-
-
 class JointScorer:
     """Evaluates many choices of one problem, with precomputed indices."""
 
@@ -153,7 +148,7 @@ class JointScorer:
             [s.seconds for s in stages],
             [s.step_only_seconds for s in stages],
             m,
-            get_fill_fraction(choice.schedule, choice.virtual),
+            get_fill_fraction(choice.schedule, m, count, choice.virtual),
         )
         faults += [
             f"stage {k} needs {s.memory.total} bytes, "

@@ -24,9 +24,9 @@ from fxpart.solver.joint.device_count_dp import DeviceCountProgram
 from fxpart.solver.joint.dp import BranchCosts, SearchBranch, StagePath
 from fxpart.solver.joint.multipliers import LagrangeMultipliers
 from fxpart.solver.joint.record import JointRecord
-from fxpart.solver.joint.schedule_costs import has_pieces
 from fxpart.solver.joint.search_scope import ScopeTables, SearchScope
 from fxpart.solver.joint.tables import JointTables, StageEntries
+from fxpart.solver.schedule_costs import has_pieces
 from fxpart.solver.suffix_dp import SolverTimeout
 
 EXACT = 1e-9  # relative difference below which two step times are equal
@@ -190,7 +190,9 @@ class JointSearch:
 
     def _opened(self, scope: SearchScope) -> ScopeTables | None:
         best = self._best
-        entries = self.tables.entries(scope.microbatches, scope.schedule, scope.options, best)
+        entries = self.tables.entries(
+            scope.microbatches, scope.schedule, scope.options, best, scope.low
+        )
         if not len(entries):
             return None
         return ScopeTables(scope, *self._tools(scope, entries), best)

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from fxpart.solver.joint.arrays import Floats, Ints, JointArrays, LinearCosts, Mask
 from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.bounds import CheapBounds, Prices
-from fxpart.solver.joint.schedule_costs import get_fill_fraction, is_stream
 from fxpart.solver.joint.weight_copies import WeightCopyCounts
 from fxpart.solver.objective import count_tied_reduction_messages
+from fxpart.solver.schedule_costs import get_fill_fraction, is_stream
 from fxpart.solver.tables import Number
 
 _CHUNK = 2_000_000  # numbers in an array made at once
@@ -83,16 +83,22 @@ class JointTables:
         ]
         self._whole = (s.dense.weight + s.experts.weight)[:, s.kinds]
 
-    def entries(self, microbatches: int, schedule: str, options: Ints, best: float) -> StageEntries:
-        """Return the candidate stages of plans that take at most ``best`` seconds."""
+    def entries(
+        self, microbatches: int, schedule: str, options: Ints, best: float, stages: int
+    ) -> StageEntries:
+        """Return the candidate stages of plans that take at most ``best`` seconds.
+
+        stages: the fewest; their filling is the least.
+        """
+        share = get_fill_fraction(schedule, microbatches, stages)
         work = self.stacked.work(microbatches)
         prices = self.bounds.prices(microbatches, schedule, options)
         options = options[work[options] >= 0]
         rows = max(1, _CHUNK // max(1, self.runs.count))
         found = []
         for at in range(0, len(options) if prices.bound < inf else 0, rows):
-            pairs = self._pairs(microbatches, schedule, options[at : at + rows], prices, best)
-            found.append(self._chunk(microbatches, schedule, pairs, prices, best))
+            pairs = self._pairs(microbatches, share, options[at : at + rows], prices, best)
+            found.append(self._chunk(microbatches, schedule, share, pairs, prices, best))
         return self._sorted(found)
 
     def sharper(
@@ -134,7 +140,7 @@ class JointTables:
     def _pairs(
         self,
         microbatches: int,
-        schedule: str,
+        share: float,
         options: Ints,
         prices: Prices,
         best: float,
@@ -144,7 +150,7 @@ class JointTables:
         work = s.work(microbatches)[options]
         total = _summed(s.seconds[work], s.kinds)
         t = total[:, runs.last + 1] - total[:, runs.first]
-        price = self._price(prices, schedule, microbatches, options)
+        price = self._price(prices, share, microbatches, options)
         held, alone = self._floors(prices)
         limit = best * (1 + 1e-9)
         keep = price[:, None] * t <= limit - (prices.total - held)
@@ -165,9 +171,8 @@ class JointTables:
                 needs += self._sizes[part][which][layout] // share
         return needs
 
-    def _price(self, prices: Prices, schedule: str, microbatches: int, options: Ints) -> Floats:
+    def _price(self, prices: Prices, share: float, microbatches: int, options: Ints) -> Floats:
         """Return price of a second of t with each option: its filling, and its devices' load."""
-        share = get_fill_fraction(schedule)
         paid = prices.pools[self.stacked.pool[options]] * self.stacked.size[options]
         return share + paid * (microbatches - share)
 
@@ -184,6 +189,7 @@ class JointTables:
         self,
         microbatches: int,
         schedule: str,
+        share: float,
         pairs: _OptionClassPairs,
         prices: Prices,
         best: float,
@@ -192,7 +198,6 @@ class JointTables:
 
         Without hopeless ones.
         """
-        share = get_fill_fraction(schedule)
         t, once = self._seconds(microbatches, pairs)
         load, filling = (microbatches - share) * t + once, share * t
         flights = self._flights(microbatches, schedule, pairs)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from fxpart.errors import FxpartError, Problem
 from fxpart.schedule.spec import INTERLEAVED, list_closed_forms
 from fxpart.solver.joint.problem import JointProblem, LinearCost, ParameterFootprint
-from fxpart.solver.joint.schedule_costs import has_pieces, is_stream, keeps_all
+from fxpart.solver.schedule_costs import has_pieces, is_stream, keeps_all
 
 LARGEST = 2**60  # bytes and seconds: larger sums would not be exact
 MOST_BLOCKS = 4096  # tables have an entry for each pair of blocks

@@ -9,13 +9,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.solver.joint.schedule_costs import keeps_all
 from fxpart.solver.replicated_chain.gradient_reduction import (
     IntervalGradients,
     compute_sparse_row_fraction,
 )
 from fxpart.solver.replicated_chain.problem import ReplicatedChainProblem
 from fxpart.solver.replicated_chain.round_robin import compute_makespans
+from fxpart.solver.schedule_costs import keeps_all
 from fxpart.solver.tables import Floats, Ints, PartitionTables
 
 Mask = NDArray[np.bool_]

@@ -15,8 +15,9 @@ from math import fsum
 
 from fxpart.errors import error
 from fxpart.schedule.spec import SCHEDULES
-from fxpart.solver.objective import PartitionEvaluation, PartitionScorer, in_flight
+from fxpart.solver.objective import PartitionEvaluation, PartitionScorer
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.schedule_costs import count_stage_in_flight
 from fxpart.solver.stage_graph.block_graph import BlockGraph, members, regroup
 from fxpart.solver.stage_graph.problem import StageGraphChoice
 
@@ -39,7 +40,7 @@ def evaluate(problem: PartitionProblem, choice: StageGraphChoice) -> PartitionEv
     ends = (*(start - 1 for start in starts[1:]), len(order) - 1)
     scorer = PartitionScorer(moved)
     stages = tuple(
-        scorer.stage(variant, k, first, last, in_flight(choice.schedule, m, deep[k], 0))
+        scorer.stage(variant, k, first, last, count_stage_in_flight(choice.schedule, m, deep[k], 0))
         for k, (first, last) in enumerate(zip(starts, ends, strict=True))
     )
     path = longest_path([s.seconds for s in stages], later)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from math import fsum, inf
 
+import msgspec
+
 from fxpart.errors import error
 from fxpart.solver.bounds import cheap_bound
 from fxpart.solver.objective import evaluate as evaluate_chain
 from fxpart.solver.portfolio import CLOSE, PROVEN
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.schedule_costs import has_graph_form
 from fxpart.solver.stage_graph.block_graph import BlockGraph, members, regroup
 from fxpart.solver.stage_graph.coarsen import Groups, coarsen_blocks, fuse_uncut_blocks
 from fxpart.solver.stage_graph.objective import convert_chain_choice, evaluate
@@ -34,6 +37,8 @@ def accepts(problem: PartitionProblem) -> str | None:
     """Return why stage graphs cannot be better than chains here; None if they may be."""
     if problem.max_stages < 2:
         return "there is only one stage"
+    if not any(map(has_graph_form, problem.schedules)):
+        return "no schedule has a closed form for graphs of stages"
     if not BlockGraph.of(problem).branches:
         return "no two blocks could run in parallel"
     return None
@@ -49,9 +54,10 @@ def solve_branches(
     """Return the best stage graph found within ``time_limit`` seconds, and a proven bound.
 
     incumbent: the best known chain, whose seconds by the chain objective are to be beaten; None if
-    no chain fits. Returns None if there are no branches, if nothing fits, and if nothing is better.
-    Equal problems give equal results if the time limit is not reached. Raises FXP206 for an invalid
-    problem, FXP109 for a negative time limit.
+    no chain fits. Schedules without a closed form for graphs are not searched. Returns None if
+    there are no branches, if nothing fits, and if nothing is better. Equal problems give equal
+    results if the time limit is not reached. Raises FXP206 for an invalid problem, FXP109 for a
+    negative time limit.
     """
     deadline = time.monotonic() + time_limit
     if not time_limit >= 0:
@@ -64,10 +70,13 @@ def solve_branches(
     check_problem(problem)
     if accepts(problem) is not None:
         return None
+    whole = problem
+    names = tuple(filter(has_graph_form, problem.schedules))
+    problem = msgspec.structs.replace(whole, schedules=names)
     record = _StageGraphIncumbent(problem)
     beat = inf
     if incumbent is not None:
-        chain = evaluate_chain(problem, incumbent)
+        chain = evaluate_chain(whole, incumbent)
         beat = chain.seconds if chain.feasible else inf
         record.add(convert_chain_choice(problem, incumbent), "chain")
     bound = _StageGraphPortfolio(problem, record, deadline, seed).solve(_EFFORT * time_limit)

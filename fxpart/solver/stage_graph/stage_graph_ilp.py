@@ -17,8 +17,8 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from fxpart.solver.joint.schedule_costs import keeps_all
 from fxpart.solver.objective import count_tied_reduction_messages, get_tied_reduction_link
+from fxpart.solver.schedule_costs import keeps_all
 from fxpart.solver.stage_graph.block_graph import members
 from fxpart.solver.stage_graph.tables import StageGraphTables
 

@@ -17,6 +17,7 @@ from fxpart.solver.problem import (
     Solution,
     without_recompute,
 )
+from fxpart.solver.schedule_costs import has_graph_form
 from fxpart.solver.stage_graph.block_graph import regroup
 from fxpart.solver.stage_graph.objective import evaluate
 from fxpart.solver.stage_graph.portfolio import solve_branches
@@ -60,10 +61,12 @@ def choose_stage_partition(
     if found is None or found.objective >= chain.objective:
         known = None if chain.choice is None else evaluate_chain(problem, chain.choice)
         return StagePartition(problem, chain, evaluation=known)
-    moved, solution = in_order(problem, found)
+    names = tuple(filter(has_graph_form, problem.schedules))
+    graph = msgspec.structs.replace(problem, schedules=names)
+    moved, solution = in_order(graph, found)
     own = found.order == tuple(range(len(found.order)))
     return StagePartition(
-        problem if own else moved,
+        graph if own else moved,
         solution,
         order=() if own else found.order,
         evaluation=evaluate(problem, found.choice),

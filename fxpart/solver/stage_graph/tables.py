@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from fxpart.solver.joint.schedule_costs import keeps_all
 from fxpart.solver.objective import count_tied_reduction_messages, get_tied_reduction_link
 from fxpart.solver.problem import PartitionProblem
+from fxpart.solver.schedule_costs import keeps_all
 from fxpart.solver.stage_graph.block_graph import BlockGraph, members
 from fxpart.solver.stage_graph.problem import StageGraphChoice
 

@@ -7,7 +7,7 @@ from joint_problems import random_problem, rich_problem, transformer
 
 from fxpart.solver.joint.intervals import IntervalTables
 from fxpart.solver.joint.problem import JointProblem
-from fxpart.solver.joint.schedule_costs import count_stage_in_flight
+from fxpart.solver.schedule_costs import count_stage_in_flight
 
 
 def agree(problem: JointProblem) -> int:

@@ -18,9 +18,9 @@ from fxpart.solver.joint.brute import choices, solve_joint_brute
 from fxpart.solver.joint.objective import JointScorer, evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointProblem, JointSolution, StagePin
-from fxpart.solver.joint.schedule_costs import get_fill_fraction
 from fxpart.solver.joint.tables import JointTables
 from fxpart.solver.progress import Progress
+from fxpart.solver.schedule_costs import get_fill_fraction
 
 ROUNDING = 1e-9
 
@@ -104,9 +104,9 @@ def test_entries_are_stages_as_the_objective_defines_them() -> None:
         tables = JointTables(stacked, runs, CheapBounds(stacked))
         for m in problem.microbatches:
             for schedule in problem.schedules:
-                share = get_fill_fraction(schedule)
+                share = get_fill_fraction(schedule, m, 3)
                 for options in stacked.groups():
-                    entries = tables.entries(m, schedule, options, inf)
+                    entries = tables.entries(m, schedule, options, inf, 3)
                     for e in range(0, len(entries), 7):
                         index, cls = int(entries.option[e]), int(entries.cls[e])
                         work = scorer.work(problem.options[index], m)

@@ -15,7 +15,7 @@ from fxpart.solver.joint.joint_ilp import accepts, solve_cp_sat
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem
-from fxpart.solver.joint.schedule_costs import count_stage_in_flight
+from fxpart.solver.schedule_costs import count_stage_in_flight
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])

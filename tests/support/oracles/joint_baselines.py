@@ -15,9 +15,9 @@ from oracles.pipedream_rannc import pipedream, rannc
 
 from fxpart.solver.joint.intervals import IntervalCosts, IntervalTables
 from fxpart.solver.joint.memory_bounds import compute_min_state_bytes
-from fxpart.solver.joint.objective import degrees, step_seconds
+from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem, count_option_devices
-from fxpart.solver.joint.schedule_costs import get_fill_fraction, has_pieces
+from fxpart.solver.schedule_costs import get_fill_fraction, has_pieces, step_seconds
 
 Starts = Callable[[int], tuple[int, ...] | None]  # the first block of each of so many stages
 
@@ -143,7 +143,8 @@ def _bound(tables: IntervalTables, group: Sequence[int], microbatches: int) -> f
     if not works or not room:
         return inf
     stages = min(room, problem.max_stages)
-    shares = {get_fill_fraction(s) for s in problem.schedules if not has_pieces(s)} or {0.0}
+    names = [s for s in problem.schedules if not has_pieces(s)]
+    shares = {get_fill_fraction(s, microbatches, problem.min_stages) for s in names} or {0.0}
     return min((microbatches - share) * total / stages + share * total for share in shares)
 
 
@@ -188,4 +189,5 @@ def _priced(
             choice = JointChoice(
                 microbatches=microbatches, schedule=schedule, starts=starts, options=options
             )
-            yield choice, step_seconds(seconds, once, microbatches, get_fill_fraction(schedule))
+            share = get_fill_fraction(schedule, microbatches, many)
+            yield choice, step_seconds(seconds, once, microbatches, share)

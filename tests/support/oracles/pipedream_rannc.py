@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fxpart.solver.joint.intervals import Floats, IntervalCosts, IntervalTables, Mask
 from fxpart.solver.joint.problem import JointChoice, JointProblem
-from fxpart.solver.joint.schedule_costs import has_pieces, needs_whole_depth
+from fxpart.solver.schedule_costs import has_pieces, needs_whole_depth
 
 _Ints = npt.NDArray[np.int64]
 _Group = dict[int, int]  # data degree -> option

@@ -13,7 +13,7 @@ from fxpart.solver.joint.constraints.megatron_layout import compute_layout_start
 from fxpart.solver.joint.constraints.parse import PlanConstraint
 from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointProblem, ParallelOption, StagePin
-from fxpart.solver.joint.schedule_costs import has_pieces
+from fxpart.solver.schedule_costs import has_pieces
 
 _DEGREES = ("dp", "tp", "ep", "zero", "recompute")  # in the order of objective.degrees
 
