@@ -88,6 +88,7 @@ def solve_exactly(
         sharded = shard_graph(graph, captured, mine, annotations, expected, cache)
     local = graph if sharded is None else sharded.local(0)
     sharing = None if sharded is None else StageParallelism.of(sharded)
+    names = requested_schedules(request)
     problem, provenance = price(
         local,
         captured,
@@ -96,7 +97,8 @@ def solve_exactly(
         batch_size=captured.batch_size,
         microbatches=microbatches,
         optimizer=request.optimizer,
-        schedules=keep_cut_schedules(requested_schedules(request)),
+        schedules=keep_cut_schedules(names),
+        others=names,
         min_stages=request.stages[0],
         max_stages=request.stages[1],
         sharing=sharing,

@@ -191,6 +191,7 @@ def measured_whole(
     merged = own.merging(weights, microbatches) * microbatches / here
     if stage.recompute != "none":  # stages are measured without recomputation
         merged += stage.recompute_seconds
+    merged += stage.splitting_seconds  # and with whole backwards
     return msgspec.structs.replace(
         stage,
         forward_seconds=own.full * later.forward.seconds + problem.action,

@@ -29,6 +29,7 @@ from fxpart.pricing.memory import Workspace, crossing, saved_storages
 from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.pricing.recompute_costs import BlockForward, RecomputeCosts
 from fxpart.pricing.specs import Specs, annotation
+from fxpart.pricing.split_costs import compute_split_seconds, count_deferred_products
 from fxpart.pricing.stage_parallelism import GradientReductionTimes, StageParallelism
 from fxpart.pricing.variants import BatchSplit, Sizes, variants
 from fxpart.pricing.weights import trained_names, weights
@@ -42,6 +43,7 @@ from fxpart.solver.problem import (
     Weight,
 )
 from fxpart.solver.replicated_chain.gradient_reduction import PIECE as BUCKET
+from fxpart.solver.schedule_costs import splits_backward
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
@@ -61,6 +63,7 @@ def price(
     microbatches: int | None = None,
     optimizer: object = "adamw",
     schedules: Sequence[str] = (DEFAULT_SCHEDULE,),
+    others: Sequence[str] = (),
     min_stages: int = 1,
     max_stages: int | None = None,
     sharing: StageParallelism | None = None,
@@ -75,7 +78,8 @@ def price(
     devices. sharing: where a stage is several ranks; the graph is then that of one rank, and the
     devices of the problem are groups of consecutive devices of the cluster. transfer_dtype: dtype
     in which float32 is sent between stages, "" for no conversion. recompute: the modes of
-    activation recomputation that stages may use; without a backward there is none. Raises FXP105
+    activation recomputation that stages may use; without a backward there is none. others:
+    schedules that may be used on the stages besides ``schedules``. Raises FXP105
     (the batch cannot be split), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
@@ -93,8 +97,9 @@ def price(
     state = tuple(map(shared.divided, whole))
     modes: tuple[Recompute, ...] = tuple(recompute) if captured.training else ("none",)
     pricer = _Pricer(
-        graph, specs, model, own, whole, len(blocks), shared, rings, transfer_dtype, modes
-    )
+        graph, specs, model, own, whole, len(blocks), shared, rings, transfer_dtype, modes,
+        (*schedules, *others),
+    )  # fmt: skip
     copying = max(each.copying for each in own)
     times = shared.compute_reduction_times(whole, len(blocks), model, rings, copying)
     problem = PartitionProblem(
@@ -208,6 +213,7 @@ class _Pricer:
         rings: Rings,
         transfer_dtype: str,
         recompute: tuple[Recompute, ...],
+        schedules: Sequence[str],
     ) -> None:
         self.packed = largest_bucket(state, shared)
         self.model, self.own, self.blocks = model, own, blocks
@@ -237,6 +243,9 @@ class _Pricer:
         self._saved = saved_storages(graph.graph, blocks)
         self._workspace = Workspace(graph.graph, specs, blocks)
         self._state = tuple(state)
+        self._products: list[int] | None = None
+        if any(map(splits_backward, schedules)):
+            self._products = count_deferred_products(graph.graph, specs, blocks)
         self._recompute: RecomputeCosts | None = None
         if recompute != ("none",):
             sending = {block for block, _ in self._moves}
@@ -262,6 +271,7 @@ class _Pricer:
             value_bytes=tuple(map(sizes.number, self._value_bytes)),
             collective=self._collective_seconds(sizes),
             recompute=again,
+            splitting=self._splitting(rows),
         )
         self.unknown |= sizes.unknown
         return variant
@@ -282,6 +292,17 @@ class _Pricer:
             backward[block] += back + sum(self._move(move, sizes) for move in moved.backward)
         backward = backward + own.accumulation(self._state, self.blocks, microbatches)
         return tuple(map(float, forward)), tuple(map(float, backward))
+
+    def _splitting(
+        self, rows: Sequence[tuple[tuple[float, ...], tuple[float, ...]]]
+    ) -> tuple[tuple[float, ...], ...]:
+        """Return the seconds that split backwards take longer. rows: as :meth:`_seconds`."""
+        if self._products is None:
+            return ()
+        pairs = zip(self.own, rows, strict=True)
+        return tuple(
+            compute_split_seconds(self._products, back, own.device) for own, (_, back) in pairs
+        )
 
     def _block_forwards(self, sizes: Sizes, own: NonOpCosts) -> list[BlockForward]:
         """Return the parts of each block's forward seconds on one device."""

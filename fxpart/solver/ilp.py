@@ -29,6 +29,7 @@ from fxpart.solver.schedule_costs import (
     count_stage_in_flight,
     get_fill_fraction,
     split_stage_counts,
+    splits_backward,
 )
 from fxpart.solver.search import PartitionRecord
 from fxpart.solver.suffix_dp import SolverTimeout
@@ -239,6 +240,7 @@ class _PartitionModel:
         problem, one = self.problem, self.variant
         longest = self.model.new_int_var(0, cutoff, "")
         fill = get_fill_fraction(self.schedule, one.microbatches, problem.min_stages)
+        split = splits_backward(self.schedule)
         total: list[Expression] = [longest]
         self.received: list[list[Expression]] = []
         for p, device in enumerate(problem.devices[: self.stages]):
@@ -253,7 +255,9 @@ class _PartitionModel:
                 once = device.latency + size * device.inverse_bandwidth
                 costs.append((value.trips * once, held))
             used = 1 - self._y(len(self.blocks) - 1, p - 1)
-            costs.append((2 * problem.action, used))
+            if split and one.splitting:
+                costs += [(one.splitting[device.type][b], self._x(b, p)) for b in self.blocks]
+            costs.append(((3 if split else 2) * problem.action, used))
             latency, inverse = get_tied_reduction_link(problem, p)
             fixed = [(problem.step[device.type][b], self._x(b, p)) for b in self.blocks]
             messages = count_tied_reduction_messages(one.microbatches)

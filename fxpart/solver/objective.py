@@ -33,7 +33,12 @@ from fxpart.solver.problem import (
     Recompute,
     Variant,
 )
-from fxpart.solver.schedule_costs import count_stage_in_flight, get_fill_fraction, step_seconds
+from fxpart.solver.schedule_costs import (
+    count_stage_in_flight,
+    get_fill_fraction,
+    splits_backward,
+    step_seconds,
+)
 
 
 class _PartitionCostStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,7 +79,7 @@ class StageCost(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_
     the communication between ranks of the stage within forward and backward. workspace: bytes,
     already included in ``memory.activations``. updating: bytes during the optimizer step, without
     those of microbatches in flight. recompute: the mode of recomputation; recompute_seconds:
-    its part of ``backward_seconds``.
+    its part of ``backward_seconds``. splitting_seconds: the part because backwards are split.
     """
 
     first: int
@@ -93,6 +98,7 @@ class StageCost(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_
     updating: int = 0
     recompute: Recompute = "none"
     recompute_seconds: float = 0.0
+    splitting_seconds: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -174,7 +180,14 @@ class PartitionScorer:
         ends = (*(start - 1 for start in choice.starts[1:]), len(problem.blocks) - 1)
         m = variant.microbatches
         stages = tuple(
-            self.stage(variant, k, first, last, count_stage_in_flight(choice.schedule, m, count, k))
+            self.stage(
+                variant,
+                k,
+                first,
+                last,
+                count_stage_in_flight(choice.schedule, m, count, k),
+                split=splits_backward(choice.schedule),
+            )
             for k, (first, last) in enumerate(zip(choice.starts, ends, strict=True))
         )
         seconds = step_seconds(
@@ -186,12 +199,23 @@ class PartitionScorer:
         faults = (*_broken_constraints(problem, choice), *_overfull(problem, stages))
         return PartitionEvaluation(seconds=seconds, stages=stages, faults=faults)
 
-    def stage(self, variant: Variant, k: int, first: int, last: int, flying: int) -> StageCost:
+    def stage(
+        self, variant: Variant, k: int, first: int, last: int, flying: int, *, split: bool = False
+    ) -> StageCost:
         """Return blocks [first, last] as stage ``k`` with ``flying`` microbatches in flight.
 
-        In the fastest mode of recomputation that fits; if none does, in the smallest.
+        In the fastest mode of recomputation that fits; if none does, in the smallest. split:
+        whether its backwards are split.
         """
         plain = self._storing(variant, k, first, last, flying)
+        if split:
+            type_ = self.problem.devices[k].type
+            more = fsum(variant.splitting[type_][first : last + 1]) if variant.splitting else 0.0
+            more += self.problem.action
+            backward = plain.backward_seconds + more
+            plain = msgspec.structs.replace(
+                plain, backward_seconds=backward, splitting_seconds=more
+            )
         modes = self.problem.recompute
         if modes == ("none",) or (modes[0] == "none" and plain.fits):
             return plain

@@ -117,7 +117,9 @@ class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields
     live only while the block runs, [block]. value_bytes: as sent, [value], or as stored for values
     that are not sent. collective:
     communication time between the ranks of a stage, in forward and backward together, [block];
-    empty if there is none. recompute: the modes of recomputation whose costs are known.
+    empty if there is none. recompute: the modes of recomputation whose costs are known. splitting:
+    additional backward seconds under a schedule that splits backwards, [device type][block]; empty
+    if there are none.
     """
 
     microbatch_size: int
@@ -129,6 +131,7 @@ class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields
     value_bytes: tuple[int, ...]
     collective: tuple[float, ...] = ()
     recompute: tuple[Recomputation, ...] = ()
+    splitting: tuple[tuple[float, ...], ...] = ()
 
 
 class PartitionProblem(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):

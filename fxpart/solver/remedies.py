@@ -181,6 +181,7 @@ def _scaled(one: Variant, other: Variant | None, size: int, count: int) -> Varia
             )
             for a, b in zip(one.recompute, more.recompute, strict=True)
         ),
+        splitting=one.splitting,
     )
 
 

@@ -48,6 +48,11 @@ def step_seconds(times: Sequence[float], once: Sequence[float], m: int, fill: fl
     return fill * fsum(times) + max((m - fill) * t + b for t, b in zip(times, once, strict=True))
 
 
+def splits_backward(schedule: str) -> bool:
+    """Return whether the backward of a microbatch is two actions, which takes longer than one."""
+    return SCHEDULES[schedule].splits_backward
+
+
 def has_graph_form(schedule: str) -> bool:
     """Return whether the closed form holds for stages that form a graph with branches."""
     spec = SCHEDULES[schedule]

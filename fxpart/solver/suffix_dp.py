@@ -21,6 +21,7 @@ from fxpart.solver.schedule_costs import (
     count_stage_in_flight,
     get_fill_fraction,
     needs_whole_depth,
+    splits_backward,
 )
 from fxpart.solver.tables import Floats, Ints, PartitionTables, StageCostTable
 
@@ -48,7 +49,7 @@ class SuffixProgram:
         self.units, self.deadline = tables.units, deadline
         self.microbatches = tables.problem.variants[variant].microbatches
         fills = [get_fill_fraction(schedule, self.microbatches, count) for count in (low, high)]
-        self._costs = tables.variant(variant, fills[0])
+        self._costs = tables.variant(variant, fills[0], split=splits_backward(schedule))
         self._first = self._costs.stage(0)
         self._kinds = [
             tuple(sorted(set(self._costs.kinds[max(1, low - q) : high - q + 1])))

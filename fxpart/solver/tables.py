@@ -108,7 +108,7 @@ class PartitionTables:
         self.syncs = self.band(interval_sums(n, *_columns([(r, s) for r, s, _ in split])))
         self.sync_bytes = self.band(interval_sums(n, *_columns([(r, s * g) for r, s, g in split])))
         self.step = [self.additive(np.array(row, dtype=np.float64)) for row in problem.step]
-        self._variants: dict[tuple[int, float], VariantTables] = {}
+        self._variants: dict[tuple[int, float, bool], VariantTables] = {}
         self.kept_tables: deque[tuple[dict[tuple[int, ...], StageCostTable], tuple[int, ...]]] = (
             deque()
         )
@@ -136,11 +136,14 @@ class PartitionTables:
         each = sizes[self._leaving_value] if self._leaving else np.zeros(0, dtype=np.int64)
         return self.band(interval_sums(len(self.problem.blocks), self._leaving, each))
 
-    def variant(self, index: int, fill: float = 1.0) -> VariantTables:
-        """Return the tables at one microbatch size, made on first request. fill: the schedule's."""
-        key = (index, fill)
+    def variant(self, index: int, fill: float = 1.0, *, split: bool = False) -> VariantTables:
+        """Return the tables at one microbatch size, made on first request.
+
+        fill: the schedule's. split: whether it splits backwards.
+        """
+        key = (index, fill, split)
         if key not in self._variants:
-            self._variants[key] = VariantTables(self, index, fill)
+            self._variants[key] = VariantTables(self, *key)
         return self._variants[key]
 
     def make_room(self) -> None:
@@ -159,15 +162,17 @@ class PartitionTables:
 class VariantTables:
     """Interval tables at one microbatch size."""
 
-    def __init__(self, tables: PartitionTables, index: int, fill: float) -> None:
+    def __init__(self, tables: PartitionTables, index: int, fill: float, split: bool) -> None:
         """Sum this variant's seconds and bytes over all intervals."""
-        self.tables, self.fill = tables, fill
+        self.tables, self.fill, self.actions = tables, fill, 3 if split else 2
         self.variant = tables.problem.variants[index]
         variant = self.variant
         both = [
             np.array(f, dtype=np.float64) + np.array(b, dtype=np.float64)
             for f, b in zip(variant.forward, variant.backward, strict=True)
         ]
+        if split and variant.splitting:
+            both = [row + more for row, more in zip(both, variant.splitting, strict=True)]
         self.compute = [tables.additive(row) for row in both]
         moved = np.array(variant.value_bytes, dtype=np.int64)
         kept = moved * np.array([v.widened for v in tables.problem.values], dtype=np.int64)
@@ -220,7 +225,7 @@ class VariantTables:
         tables = self.tables
         type_, memory, latency, inverse, tie_latency, tie_inverse = kind
         seconds = self.compute[type_] + latency * tables.trips + inverse * self.moved
-        seconds += 2 * tables.problem.action
+        seconds += self.actions * tables.problem.action
         m = self.variant.microbatches
         sync = count_tied_reduction_messages(m) * (
             tie_latency * tables.syncs + tie_inverse * tables.sync_bytes

@@ -88,6 +88,8 @@ def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
         if not 1 <= one.microbatches <= MOST_MICROBATCHES or one.microbatch_size < 1:
             yield where, "Microbatches (at most 2**31) and their size must be at least 1."
         tables += [(f"{where}.forward", one.forward), (f"{where}.backward", one.backward)]
+        if one.splitting:
+            tables.append((f"{where}.splitting", one.splitting))
         rows += [
             (f"{where}.activation", one.activation, n),
             (f"{where}.workspace", one.workspace, n),

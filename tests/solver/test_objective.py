@@ -30,10 +30,12 @@ def again(problem: PartitionProblem, choice: PartitionChoice) -> tuple[float, bo
     one, n = problem.variants[choice.variant], len(problem.blocks)
     stage_of = {b: sum(s <= b for s in choice.starts) - 1 for b in range(n)}
     count, m = len(choice.starts), one.microbatches
-    time, load, fits = [2 * problem.action] * count, [problem.once] * count, True
+    split = choice.schedule == "zb-h1"
+    time, load, fits = [(2 + split) * problem.action] * count, [problem.once] * count, True
     for b in range(n):
         kind = problem.devices[stage_of[b]].type
         time[stage_of[b]] += one.forward[kind][b] + one.backward[kind][b]
+        time[stage_of[b]] += one.splitting[kind][b] if split else 0.0
         load[stage_of[b]] += problem.step[kind][b]
     need, state, updating = [0] * count, [0] * count, [0] * count
     flying = {

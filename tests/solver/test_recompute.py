@@ -42,7 +42,10 @@ def enumerate_modes(problem: PartitionProblem) -> float:
         rows: list[list[StageCost]] = []
         for k, (first, end) in enumerate(zip(choice.starts, ends, strict=True)):
             flying = count_stage_in_flight(choice.schedule, m, count, k)
-            each = [scorer.stage(variant, k, first, end - 1, flying) for scorer in scorers]
+            each = [
+                scorer.stage(variant, k, first, end - 1, flying, split=choice.schedule == "zb-h1")
+                for scorer in scorers
+            ]
             rows.append([stage for stage in each if stage.needed <= stage.memory_limit])
         for stages in product(*rows):
             fill = filling(choice.schedule, m, count)

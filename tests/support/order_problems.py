@@ -17,7 +17,7 @@ def random_orders(seed: int) -> tuple[PartitionProblem, DeviceLinks]:
     Some devices are copies of others. A few are infeasible.
     """
     rng = Random(seed)
-    problem = with_zero_bubble(random_problem(seed, largest=7), seed)
+    problem = random_problem(seed, largest=7)
     n = rng.randint(1, 5)
     speeds = [rng.choice((0.5, 1.0, rng.uniform(0.3, 3.0))) for _ in range(n)]
     memories = [rng.choice((200, 10**9, rng.randint(100, 500))) for _ in range(n)]
@@ -49,6 +49,7 @@ def random_orders(seed: int) -> tuple[PartitionProblem, DeviceLinks]:
         min_stages=min(problem.min_stages, most),
         max_stages=most,
     )
+    made = with_zero_bubble(made, seed)
     return made, DeviceLinks(latency=tuple(map(tuple, latency)), inverse=tuple(map(tuple, inverse)))
 
 

@@ -104,9 +104,16 @@ def random_problem(seed: int, largest: int = 8) -> PartitionProblem:
 
 
 def with_zero_bubble(problem: PartitionProblem, seed: int) -> PartitionProblem:
-    """The problem under ZB-H1, also or alone, for two of three seeds."""
+    """The problem under ZB-H1, also or alone, for two of three seeds; splitting takes time."""
+    r = random.Random(f"split {seed}")
     choices = (problem.schedules, ("zb-h1",), (*problem.schedules, "zb-h1"))
-    return msgspec.structs.replace(problem, schedules=choices[seed % 3])
+    variants = tuple(
+        msgspec.structs.replace(
+            one, splitting=tuple(tuple(r.random() / 2 for _ in row) for row in one.backward)
+        )
+        for one in problem.variants
+    )
+    return msgspec.structs.replace(problem, schedules=choices[seed % 3], variants=variants)
 
 
 def filling(schedule: str, microbatches: int, stages: int) -> float:

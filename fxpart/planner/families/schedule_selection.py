@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import fsum
+from operator import add
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -165,6 +166,8 @@ class ScheduleSelector:
         places = SCHEDULES[name].assign_ranks(ranks, turns)
         problem = make_virtual_stage_problem(self.problem, places)
         problem = msgspec.structs.replace(problem, recompute=(mode,))
+        if SCHEDULES[name].splits_backward:
+            problem = _with_split_backwards(problem)
         best: tuple[float, PartitionChoice] | None = None
         for variant in range(len(problem.variants)):
             alone = msgspec.structs.replace(problem, variants=(problem.variants[variant],))
@@ -251,6 +254,22 @@ def make_virtual_stage_problem(
         min_stages=len(places),
         max_stages=len(places),
     )
+
+
+def _with_split_backwards(problem: PartitionProblem) -> PartitionProblem:
+    """Return the problem with what split backwards cost in its backwards."""
+    variants = [
+        msgspec.structs.replace(
+            one,
+            backward=tuple(
+                tuple(map(add, back, more))
+                for back, more in zip(one.backward, one.splitting, strict=True)
+            ),
+        )
+        for one in problem.variants
+        if one.splitting
+    ]
+    return msgspec.structs.replace(problem, variants=tuple(variants) or problem.variants)
 
 
 def compute_work_bound(problem: PartitionProblem) -> float:

@@ -17,7 +17,11 @@ import numpy as np
 
 from fxpart.solver.assignment.device_order import DeviceLinks
 from fxpart.solver.problem import PartitionProblem
-from fxpart.solver.schedule_costs import count_stage_in_flight, get_fill_fraction
+from fxpart.solver.schedule_costs import (
+    count_stage_in_flight,
+    get_fill_fraction,
+    splits_backward,
+)
 from fxpart.solver.suffix_dp import SolverTimeout
 from fxpart.solver.tables import Floats, Kind, PartitionTables, StageCostTable
 
@@ -100,8 +104,8 @@ class DeviceClasses:
                     yield after, (c, following), self.kind(state, c, following)
 
 
-# by variant, filling and kind
-Known = dict[tuple[int, float, Kind], tuple[Floats, Floats, Floats]]
+# by variant, schedule and its filling, and kind
+Known = dict[tuple[int, str, float, Kind], tuple[Floats, Floats, Floats]]
 Key = tuple[State, int]  # second item: required class of the successor (-1: any)
 
 
@@ -162,10 +166,11 @@ class DeviceOrderProgram:
         self.fleet, self.units, self.stages, self.deadline = fleet, tables.units, stages, deadline
         m = tables.problem.variants[variant].microbatches
         self._fill = get_fill_fraction(schedule, m, stages)
-        self._costs = tables.variant(variant, self._fill)
+        self._costs = tables.variant(variant, self._fill, split=splits_backward(schedule))
         self._flying = [count_stage_in_flight(schedule, m, stages, k) for k in range(stages)]
         self._steps = [fleet.steps(stages, k) for k in range(stages)]
-        self._variant, self._known = variant, {} if known is None else known
+        self._key = (variant, schedule, self._fill)
+        self._known = {} if known is None else known
         self.order: tuple[int, ...] = ()
 
     def run(self, threshold: float, *, longest: bool = False) -> dict[Key, _Cell]:
@@ -201,7 +206,7 @@ class DeviceOrderProgram:
 
     def _dense(self, kind: Kind) -> tuple[Floats, Floats, Floats]:
         """Return seconds, loads and microbatches in flight by (first unit, last unit)."""
-        key = (self._variant, self._fill, kind)
+        key = (*self._key, kind)
         if key not in self._known:
             self._known[key] = _dense(self._costs.of_kind(kind))
         return self._known[key]

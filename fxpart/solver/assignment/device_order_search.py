@@ -182,7 +182,12 @@ def _ideal_bound(problem: PartitionProblem, links: DeviceLinks, seconds: float) 
         return (tuple(min(column) for column in zip(*(rows[k] for k in used), strict=True)),)
 
     variants = tuple(
-        msgspec.structs.replace(v, forward=least(v.forward), backward=least(v.backward))
+        msgspec.structs.replace(
+            v,
+            forward=least(v.forward),
+            backward=least(v.backward),
+            splitting=least(v.splitting) if v.splitting else (),
+        )
         for v in problem.variants
     )
     relaxed = msgspec.structs.replace(
