@@ -26,6 +26,7 @@ from fxpart.pricing.weights import trained_names
 from fxpart.schedule.weight_modes import FLUSH
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import PartitionProblem, Weight
+from fxpart.solver.schedule_costs import splits_backward
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
@@ -57,7 +58,8 @@ def with_live_tensors(
     found = []
     for entry in plan.prediction.ranks:
         stage = plan.stages[entry.stage]
-        if stage.recompute != "none":  # its saved tensors exist for one block at a time
+        # tensors exist for one block at a time, or until the second half of a backward
+        if stage.recompute != "none" or splits_backward(plan.schedule):
             found.append(entry)
             continue
         weights_of_stage = [

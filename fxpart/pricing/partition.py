@@ -29,7 +29,7 @@ from fxpart.pricing.memory import Workspace, crossing, saved_storages
 from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.pricing.recompute_costs import BlockForward, RecomputeCosts
 from fxpart.pricing.specs import Specs, annotation
-from fxpart.pricing.split_costs import compute_split_seconds, count_deferred_products
+from fxpart.pricing.split_costs import SplitCosts
 from fxpart.pricing.stage_parallelism import GradientReductionTimes, StageParallelism
 from fxpart.pricing.variants import BatchSplit, Sizes, variants
 from fxpart.pricing.weights import trained_names, weights
@@ -243,9 +243,9 @@ class _Pricer:
         self._saved = saved_storages(graph.graph, blocks)
         self._workspace = Workspace(graph.graph, specs, blocks)
         self._state = tuple(state)
-        self._products: list[int] | None = None
+        self._split: SplitCosts | None = None
         if any(map(splits_backward, schedules)):
-            self._products = count_deferred_products(graph.graph, specs, blocks)
+            self._split = SplitCosts(graph.graph, specs, blocks)
         self._recompute: RecomputeCosts | None = None
         if recompute != ("none",):
             sending = {block for block, _ in self._moves}
@@ -261,6 +261,7 @@ class _Pricer:
             forward = [self._block_forwards(sizes, own) for own in self.own]
             collective = self._collective_seconds(sizes, backward=False)
             again = self._recompute.price(sizes, forward, collective, workspace)
+        pairs = zip(self.own, rows, strict=True)
         variant = Variant(
             microbatch_size=split.size,
             microbatches=split.microbatches,
@@ -271,7 +272,9 @@ class _Pricer:
             value_bytes=tuple(map(sizes.number, self._value_bytes)),
             collective=self._collective_seconds(sizes),
             recompute=again,
-            splitting=self._splitting(rows),
+            split=None
+            if self._split is None
+            else self._split.price(sizes, [(own.device, back) for own, (_, back) in pairs]),
         )
         self.unknown |= sizes.unknown
         return variant
@@ -292,17 +295,6 @@ class _Pricer:
             backward[block] += back + sum(self._move(move, sizes) for move in moved.backward)
         backward = backward + own.accumulation(self._state, self.blocks, microbatches)
         return tuple(map(float, forward)), tuple(map(float, backward))
-
-    def _splitting(
-        self, rows: Sequence[tuple[tuple[float, ...], tuple[float, ...]]]
-    ) -> tuple[tuple[float, ...], ...]:
-        """Return the seconds that split backwards take longer. rows: as :meth:`_seconds`."""
-        if self._products is None:
-            return ()
-        pairs = zip(self.own, rows, strict=True)
-        return tuple(
-            compute_split_seconds(self._products, back, own.device) for own, (_, back) in pairs
-        )
 
     def _block_forwards(self, sizes: Sizes, own: NonOpCosts) -> list[BlockForward]:
         """Return the parts of each block's forward seconds on one device."""

@@ -255,8 +255,8 @@ class _PartitionModel:
                 once = device.latency + size * device.inverse_bandwidth
                 costs.append((value.trips * once, held))
             used = 1 - self._y(len(self.blocks) - 1, p - 1)
-            if split and one.splitting:
-                costs += [(one.splitting[device.type][b], self._x(b, p)) for b in self.blocks]
+            if split and one.split is not None:
+                costs += [(one.split.seconds[device.type][b], self._x(b, p)) for b in self.blocks]
             costs.append(((3 if split else 2) * problem.action, used))
             latency, inverse = get_tied_reduction_link(problem, p)
             fixed = [(problem.step[device.type][b], self._x(b, p)) for b in self.blocks]
@@ -297,7 +297,9 @@ class _PartitionModel:
             )
             for b in self.blocks:
                 self.model.add(work >= one.workspace[b] * self._x(b, p))
-            each = [one.activation[b] * self._x(b, p) for b in self.blocks]
+            split = one.split if splits_backward(self.schedule) else None
+            least = [0] * len(self.blocks) if split is None else split.kept
+            each = [max(one.activation[b], least[b]) * self._x(b, p) for b in self.blocks]
             pairs = zip(one.value_bytes, problem.values, strict=True)
             kept = [size * value.widened for size, value in pairs]
             each += [s * h for s, h in zip(kept, self.received[p], strict=True)]

@@ -31,6 +31,7 @@ from fxpart.solver.problem import (
     PartitionProblem,
     Recomputation,
     Recompute,
+    SplitBackward,
     Variant,
 )
 from fxpart.solver.schedule_costs import (
@@ -208,20 +209,14 @@ class PartitionScorer:
         whether its backwards are split.
         """
         plain = self._storing(variant, k, first, last, flying)
-        if split:
-            type_ = self.problem.devices[k].type
-            more = fsum(variant.splitting[type_][first : last + 1]) if variant.splitting else 0.0
-            more += self.problem.action
-            backward = plain.backward_seconds + more
-            plain = msgspec.structs.replace(
-                plain, backward_seconds=backward, splitting_seconds=more
-            )
+        plain = self._splitting(plain, variant) if split else plain
+        halves = variant.split if split else None
         modes = self.problem.recompute
         if modes == ("none",) or (modes[0] == "none" and plain.fits):
             return plain
         found = [plain] if "none" in modes else []
         found += [
-            self._recomputing(plain, variant, mode)
+            self._recomputing(plain, variant, mode, halves)
             for mode in variant.recompute
             if mode.mode in modes
         ]
@@ -230,12 +225,36 @@ class PartitionScorer:
             return min(fitting, key=lambda stage: stage.seconds)
         return min(found or [plain], key=lambda stage: stage.needed)
 
-    def _recomputing(self, plain: StageCost, variant: Variant, mode: Recomputation) -> StageCost:
-        """Return a stage that recomputes, from the same stage that stores its activations."""
+    def _splitting(self, plain: StageCost, variant: Variant) -> StageCost:
+        """Return a stage with split backwards, from the same stage with whole ones."""
+        more, memory = self.problem.action, plain.memory
+        if variant.split is not None:
+            type_, blocks = (
+                self.problem.devices[plain.device].type,
+                range(plain.first, plain.last + 1),
+            )
+            more = fsum((more, *(variant.split.seconds[type_][b] for b in blocks)))
+            kept = plain.in_flight * variant.split.count_more(variant.activation, blocks)
+            memory = msgspec.structs.replace(memory, activations=memory.activations + kept)
+        return msgspec.structs.replace(
+            plain,
+            backward_seconds=plain.backward_seconds + more,
+            splitting_seconds=more,
+            memory=memory,
+        )
+
+    def _recomputing(
+        self, plain: StageCost, variant: Variant, mode: Recomputation, halves: SplitBackward | None
+    ) -> StageCost:
+        """Return a stage that recomputes, from the same stage that stores its activations.
+
+        halves: costs of split backwards.
+        """
         problem, first, last = self.problem, plain.first, plain.last
         blocks, flying = range(first, last + 1), plain.in_flight
         workspace = max(mode.workspace[b] for b in blocks)
         saved = sum(mode.activation[b] for b in blocks)
+        saved += halves.count_more(mode.activation, blocks) if halves is not None else 0
         # values that are sent count as activations
         sent = flying * self._stored_bytes(variant, self._sent(first, last))
         memory = msgspec.structs.replace(

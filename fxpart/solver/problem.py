@@ -6,6 +6,7 @@ stages; stage k runs on device k. All units are seconds and bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -109,6 +110,21 @@ class Recomputation(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_
     collective: tuple[float, ...] = ()
 
 
+class SplitBackward(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Costs of a stage whose backwards are split in two, beside those of its variant.
+
+    seconds: additional backward time, [device type][block]. kept: bytes of a microbatch between the
+    two halves, [block]: operands of products, and the gradients of their results.
+    """
+
+    seconds: tuple[tuple[float, ...], ...]
+    kept: tuple[int, ...]
+
+    def count_more(self, activation: Sequence[int], blocks: Iterable[int]) -> int:
+        """Return the bytes by which blocks keep more between the halves than their activations."""
+        return sum(max(0, self.kept[block] - activation[block]) for block in blocks)
+
+
 class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Costs at one microbatch size.
 
@@ -117,9 +133,8 @@ class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields
     live only while the block runs, [block]. value_bytes: as sent, [value], or as stored for values
     that are not sent. collective:
     communication time between the ranks of a stage, in forward and backward together, [block];
-    empty if there is none. recompute: the modes of recomputation whose costs are known. splitting:
-    additional backward seconds under a schedule that splits backwards, [device type][block]; empty
-    if there are none.
+    empty if there is none. recompute: the modes of recomputation whose costs are known. split: of a
+    schedule that splits backwards; None if there are none.
     """
 
     microbatch_size: int
@@ -131,7 +146,7 @@ class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields
     value_bytes: tuple[int, ...]
     collective: tuple[float, ...] = ()
     recompute: tuple[Recomputation, ...] = ()
-    splitting: tuple[tuple[float, ...], ...] = ()
+    split: SplitBackward | None = None
 
 
 class PartitionProblem(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,7 +11,13 @@ import msgspec
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.solver.greedy import first_choices
 from fxpart.solver.objective import PartitionScorer
-from fxpart.solver.problem import DeviceLimit, PartitionChoice, PartitionProblem, Variant
+from fxpart.solver.problem import (
+    DeviceLimit,
+    PartitionChoice,
+    PartitionProblem,
+    SplitBackward,
+    Variant,
+)
 from fxpart.solver.search import PartitionRecord, PartitionSearch
 from fxpart.solver.suffix_dp import SolverTimeout
 
@@ -158,6 +164,16 @@ def extrapolate_smaller_microbatches(problem: PartitionProblem) -> Iterator[Vari
         count *= 2
 
 
+def _scale_split(
+    one: SplitBackward | None, more: SplitBackward | None, line: _SizeLine
+) -> SplitBackward | None:
+    if one is None or more is None:
+        return None
+    return SplitBackward(
+        seconds=line.rows(one.seconds, more.seconds), kept=line.whole(one.kept, more.kept)
+    )
+
+
 def _scaled(one: Variant, other: Variant | None, size: int, count: int) -> Variant:
     known = None if other is None else other.microbatch_size
     line = _SizeLine(one.microbatch_size, known, size)
@@ -181,7 +197,7 @@ def _scaled(one: Variant, other: Variant | None, size: int, count: int) -> Varia
             )
             for a, b in zip(one.recompute, more.recompute, strict=True)
         ),
-        splitting=one.splitting,
+        split=_scale_split(one.split, more.split, line),
     )
 
 

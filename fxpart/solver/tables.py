@@ -171,8 +171,10 @@ class VariantTables:
             np.array(f, dtype=np.float64) + np.array(b, dtype=np.float64)
             for f, b in zip(variant.forward, variant.backward, strict=True)
         ]
-        if split and variant.splitting:
-            both = [row + more for row, more in zip(both, variant.splitting, strict=True)]
+        self._kept = np.zeros(len(variant.activation), dtype=np.int64)
+        if split and variant.split is not None:
+            both = [row + more for row, more in zip(both, variant.split.seconds, strict=True)]
+            self._kept = np.array(variant.split.kept, dtype=np.int64)
         self.compute = [tables.additive(row) for row in both]
         moved = np.array(variant.value_bytes, dtype=np.int64)
         kept = moved * np.array([v.widened for v in tables.problem.values], dtype=np.int64)
@@ -187,7 +189,8 @@ class VariantTables:
         Without values that are stored only because they are sent.
         """
         tables = self.tables
-        each = tables.additive(np.array(activation, dtype=np.int64)) + self.received
+        saved = np.maximum(np.array(activation, dtype=np.int64), self._kept)
+        each = tables.additive(saved) + self.received
         most = tables.band(largest(np.array(workspace, dtype=np.int64)))
         return each, tables.state_bytes + most
 

@@ -88,8 +88,9 @@ def _costs(problem: PartitionProblem) -> Iterator[tuple[str, str]]:
         if not 1 <= one.microbatches <= MOST_MICROBATCHES or one.microbatch_size < 1:
             yield where, "Microbatches (at most 2**31) and their size must be at least 1."
         tables += [(f"{where}.forward", one.forward), (f"{where}.backward", one.backward)]
-        if one.splitting:
-            tables.append((f"{where}.splitting", one.splitting))
+        if one.split is not None:
+            tables.append((f"{where}.split.seconds", one.split.seconds))
+            rows.append((f"{where}.split.kept", one.split.kept, n))
         rows += [
             (f"{where}.activation", one.activation, n),
             (f"{where}.workspace", one.workspace, n),

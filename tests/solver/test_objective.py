@@ -35,7 +35,7 @@ def again(problem: PartitionProblem, choice: PartitionChoice) -> tuple[float, bo
     for b in range(n):
         kind = problem.devices[stage_of[b]].type
         time[stage_of[b]] += one.forward[kind][b] + one.backward[kind][b]
-        time[stage_of[b]] += one.splitting[kind][b] if split else 0.0
+        time[stage_of[b]] += one.split.seconds[kind][b] if split else 0.0
         load[stage_of[b]] += problem.step[kind][b]
     need, state, updating = [0] * count, [0] * count, [0] * count
     flying = {
@@ -46,7 +46,8 @@ def again(problem: PartitionProblem, choice: PartitionChoice) -> tuple[float, bo
     for s in range(count):
         mine = [b for b in range(n) if stage_of[b] == s]
         need[s] += max(one.workspace[b] for b in mine)
-        need[s] += flying[s] * sum(one.activation[b] for b in mine)
+        saved = {b: max(one.activation[b], one.split.kept[b] if split else 0) for b in mine}
+        need[s] += flying[s] * sum(saved.values())
     for value, size in zip(problem.values, one.value_bytes, strict=True):
         for s in {stage_of[c] for c in value.consumers} - {stage_of[value.producer]}:
             device = problem.devices[s]

@@ -12,6 +12,7 @@ from fxpart.solver.problem import (
     PartitionProblem,
     Recomputation,
     Recompute,
+    SplitBackward,
     Variant,
     Weight,
 )
@@ -109,7 +110,11 @@ def with_zero_bubble(problem: PartitionProblem, seed: int) -> PartitionProblem:
     choices = (problem.schedules, ("zb-h1",), (*problem.schedules, "zb-h1"))
     variants = tuple(
         msgspec.structs.replace(
-            one, splitting=tuple(tuple(r.random() / 2 for _ in row) for row in one.backward)
+            one,
+            split=SplitBackward(
+                seconds=tuple(tuple(r.random() / 2 for _ in row) for row in one.backward),
+                kept=tuple(r.randint(0, 2 * size) for size in one.activation),
+            ),
         )
         for one in problem.variants
     )

@@ -261,13 +261,14 @@ def _with_split_backwards(problem: PartitionProblem) -> PartitionProblem:
     variants = [
         msgspec.structs.replace(
             one,
+            activation=tuple(map(max, one.activation, one.split.kept)),
             backward=tuple(
                 tuple(map(add, back, more))
-                for back, more in zip(one.backward, one.splitting, strict=True)
+                for back, more in zip(one.backward, one.split.seconds, strict=True)
             ),
         )
         for one in problem.variants
-        if one.splitting
+        if one.split is not None
     ]
     return msgspec.structs.replace(problem, variants=tuple(variants) or problem.variants)
 

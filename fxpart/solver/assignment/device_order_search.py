@@ -186,7 +186,7 @@ def _ideal_bound(problem: PartitionProblem, links: DeviceLinks, seconds: float) 
             v,
             forward=least(v.forward),
             backward=least(v.backward),
-            splitting=least(v.splitting) if v.splitting else (),
+            split=v.split and msgspec.structs.replace(v.split, seconds=least(v.split.seconds)),
         )
         for v in problem.variants
     )

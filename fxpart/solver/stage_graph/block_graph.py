@@ -106,7 +106,7 @@ def _variant(variant: Variant, groups: Sequence[Sequence[int]], kept: Sequence[i
         value_bytes=tuple(variant.value_bytes[v] for v in kept),
         collective=_rows([variant.collective], groups)[0] if variant.collective else (),
         recompute=tuple(_recomputation(one, groups) for one in variant.recompute),
-        splitting=_rows(variant.splitting, groups),
+        split=None,  # its schedules do not split backwards
     )
 
 
