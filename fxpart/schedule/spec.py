@@ -111,7 +111,7 @@ class ScheduleSpec:
     which all stages update together. splits_backward: whether it has I and W instead of B.
     supports_replicas: whether stages may have replicas. supports_queues: whether replicas may take
     microbatches from queues. runs_unflushed: whether the microbatches of the next step may follow
-    without a flush.
+    without a flush. competes: whether plans may use it without being asked to.
     """
 
     name: str
@@ -130,6 +130,7 @@ class ScheduleSpec:
     supports_replicas: bool = False
     supports_queues: bool = False
     runs_unflushed: bool = False
+    competes: bool = False
 
     def __call__(
         self,
@@ -247,6 +248,7 @@ _SPECS = (
         name=ONE_F_ONE_B, order="one forward, one backward; fewer in flight", build=one_f_one_b,
         count_in_flight=count_1f1b_in_flight, fill=1.0, in_flight_form="to end",
         warmup=_warm_up_depth, supports_replicas=True, supports_queues=True, runs_unflushed=True,
+        competes=True,
     ),
     ScheduleSpec(
         name=INTERLEAVED,
@@ -261,6 +263,7 @@ _SPECS = (
     ScheduleSpec(
         name=ZB_H1, order="1F1B with split backward passes: W fills the bubble", build=zb_h1,
         fill=1.0 / 3.0, fill_of_one=2.0 / 3.0, in_flight_form="depth", splits_backward=True,
+        competes=True,
     ),
     ScheduleSpec(
         name=ZB_V,

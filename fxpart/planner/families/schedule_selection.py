@@ -20,7 +20,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Plan
 from fxpart.plan.prediction import RankPrediction
 from fxpart.plan.schedule import edges_of, stage_of
-from fxpart.planner.execution_mode import ASYNC
+from fxpart.planner.execution_mode import ASYNC, QUEUE
 from fxpart.planner.families.virtual_stages import VirtualStageChoice
 from fxpart.planner.plan_builder import ShardingSummary
 from fxpart.planner.prediction.schedule_change import (
@@ -34,7 +34,14 @@ from fxpart.schedule.dependence import chain
 from fxpart.schedule.make import make_unverified
 from fxpart.schedule.plan_actions import format_plan_actions
 from fxpart.schedule.simulate import simulate
-from fxpart.schedule.spec import DEFAULT_SCHEDULE, FOUND, SCHEDULES, ScheduleSpec, find_built
+from fxpart.schedule.spec import (
+    DEFAULT_SCHEDULE,
+    FOUND,
+    SCHEDULES,
+    ScheduleSpec,
+    find_built,
+    list_schedules,
+)
 from fxpart.solver.objective import PartitionScorer
 from fxpart.solver.order.problem import ScheduleProblem
 from fxpart.solver.order.search import search_schedule
@@ -57,8 +64,11 @@ MakeParts = Callable[..., "GeneratedProgram"]
 
 
 def requested_schedules(request: PlanRequest) -> tuple[str, ...]:
-    """Return the requested schedules, by default 1F1B."""
-    names = str(request.constraints.get("schedule", DEFAULT_SCHEDULE)).split(",")
+    """Return the requested schedules, by default all that compete."""
+    if "schedule" not in request.constraints:
+        queues = {"supports_queues": True} if request.mode == QUEUE else {}
+        return list_schedules(competes=True, **queues)
+    names = str(request.constraints["schedule"]).split(",")
     return tuple(name.strip() for name in names)
 
 
