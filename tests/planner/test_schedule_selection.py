@@ -13,6 +13,7 @@ from partition_problems import random_problem
 from torch import nn
 
 import fxpart
+from fxpart import Cluster, Device, Link
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.plan.schedule import plan_schedule, stage_of
@@ -193,3 +194,59 @@ def test_recorded_steps_of_pieces_are_compared_by_rank() -> None:
     plain = compiled("1f1b").plan
     with pytest.raises(FxpartError, match="stages"):
         check_recording(recording, plain, "t.json")
+
+
+class Wide(nn.Module):
+    """Equal layers whose products take far longer than to start one."""
+
+    def __init__(self, width: int, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.pow(2).mean()
+
+
+def planned(width: int, rows: int, memory: int = 2**40, **constraints: Any) -> Plan:
+    """A chain of four CPUs, in which a pipeline is the only choice."""
+    devices = tuple(
+        Device(name=f"d{i}", kind="cpu", model="cpu", host=f"h{i}", memory=memory,
+               flops={"float32": 1e10}, bandwidth=1e11)
+        for i in range(4)
+    )  # fmt: skip
+    link = Link(source="*", target="*", latency=1e-6, bandwidth=1e11)
+    wishes = {"mesh": "none", "stages": 4, **constraints}
+    return fxpart.compile(
+        Wide(width), Cluster(name="four", devices=devices, links=(link,)),
+        example_inputs=(torch.randn(rows, width),), loss=mean_square, constraints=wishes,
+    ).plan  # fmt: skip
+
+
+def test_a_split_backward_competes_where_it_pays() -> None:
+    """The plan is the faster of both, and says so; tiny products keep whole backwards."""
+    free = planned(256, 2048, microbatches=8)
+    by_name = {
+        name: planned(256, 2048, microbatches=8, schedule=name) for name in ("1f1b", "zb-h1")
+    }
+    assert free.schedule == "zb-h1"
+    seconds = {name: plan.prediction.step_seconds for name, plan in by_name.items()}
+    assert free.prediction.step_seconds == min(seconds.values()) == seconds["zb-h1"]
+    assert free.certificate.status == "optimal" and "1f1b, zb-h1" in free.certificate.over
+    assert planned(16, 64).schedule == "1f1b"
+
+
+def test_a_split_backward_needs_its_memory() -> None:
+    """Where each stage cannot keep as many microbatches, the plan keeps whole backwards."""
+    wide = planned(256, 2048, microbatches=8)
+    assert [row.in_flight for row in wide.prediction.ranks] == [4, 4, 4, 4]
+    whole = planned(256, 2048, microbatches=8, schedule="1f1b", recompute="none")
+    most = max(row.tensors for row in whole.prediction.ranks)
+    assert most < max(row.tensors for row in wide.prediction.ranks)
+    short = planned(256, 2048, int(most * 1.01 / 0.92), microbatches=8, recompute="none")
+    assert short.schedule == "1f1b"

@@ -104,11 +104,84 @@ def schedules() -> str:
     return standalone("\n".join([opening(top, label), *parts, "</svg>"]))
 
 
+# Title and lines of each box of the search, and its place: column and row.
+BOXES = (
+    ("1 Blocks and prices", ("ops of the captured graph,", "bytes, kinds of devices"), 0, 0),
+    ("2 Joint problem", ("degrees, ZeRO, stages,", "microbatches: estimates"), 1, 0),
+    ("3 Proposals", ("one for each mesh,", "in the order of estimates"), 2, 0),
+    ("4 Lower and price", ("placements and program of", "one rank, exact prices"), 2, 1),
+    ("5 Solve exactly", ("boundaries, schedule,", "recomputation, device order"), 1, 1),
+    ("6 The fastest plan", ("two certificates,", "rejected plans, reasons"), 0, 1),
+)
+ARROWS = (  # from and to, as (column, row), and a label
+    ((0, 0), (1, 0), ""),
+    ((1, 0), (2, 0), ""),
+    ((2, 0), (2, 1), "next"),
+    ((2, 1), (1, 1), ""),
+    ((1, 1), (2, 0), "not faster: dropped"),
+    ((1, 1), (0, 1), ""),
+    ((1, 0), (0, 1), "lower bound"),
+)
+_BOX = (230, 84)  # pixels, width and height
+_STEP = (365, 180)
+
+
+def _center(place: tuple[int, int]) -> tuple[float, float]:
+    return place[0] * _STEP[0] + _BOX[0] / 2 + 2, place[1] * _STEP[1] + _BOX[1] / 2 + 2
+
+
+def _arrow(start: tuple[int, int], end: tuple[int, int], label: str) -> list[str]:
+    """Draw an arrow between the borders of two boxes."""
+    (x1, y1), (x2, y2) = _center(start), _center(end)
+    width, height = _BOX[0] / 2 + 4, _BOX[1] / 2 + 4
+    dx, dy = x2 - x1, y2 - y1
+    part = min(width / abs(dx) if dx else 9, height / abs(dy) if dy else 9)
+    x1, y1, x2, y2 = x1 + part * dx, y1 + part * dy, x2 - part * dx, y2 - part * dy
+    line = (
+        f'<line x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}" stroke="var(--soft)" '
+        'stroke-width="2" marker-end="url(#head)"/>'
+    )
+    if not label:
+        return [line]
+    place = f'x="{(x1 + x2) / 2 + 8:.0f}" y="{(y1 + y2) / 2 + 4:.0f}"'
+    text = f'<text class="axis" {place} font-size="13" fill="var(--soft)">{escape(label)}</text>'
+    return [line, text]
+
+
+def search() -> str:
+    """Draw the steps from the captured graph to the plan."""
+    width, height = 2 * _STEP[0] + _BOX[0] + 4, _STEP[1] + _BOX[1] + 4
+    label = "The search: " + ", ".join(title for title, *_ in BOXES)
+    parts = [
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}" '
+        'xmlns="http://www.w3.org/2000/svg">',
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+        'markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z" fill="var(--soft)"/></marker>'
+        "</defs>",
+    ]
+    for start, end, text in ARROWS:
+        parts += _arrow(start, end, text)
+    for title, lines, column, row in BOXES:
+        x, y = column * _STEP[0] + 2, row * _STEP[1] + 2
+        parts.append(
+            f'<rect x="{x}" y="{y}" width="{_BOX[0]}" height="{_BOX[1]}" rx="8" '
+            'fill="var(--card)" stroke="var(--line)"/>'
+        )
+        for number, line in enumerate((title, *lines)):
+            style = 'font-weight="bold" font-size="16"' if number == 0 else 'font-size="14"'
+            parts.append(
+                f'<text x="{x + 14}" y="{y + 26 + 22 * number}" fill="var(--ink)" {style}>'
+                f"{escape(line)}</text>"
+            )
+    return standalone("\n".join([*parts, "</svg>"]))
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "timeline": timeline,
     "memory": memory,
     "plan": plan,
     "schedules": schedules,
+    "search": search,
 }
 
 

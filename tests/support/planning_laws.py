@@ -291,7 +291,7 @@ def larger_space(case: PlanningCase, base: Outcome, rng: random.Random) -> Itera
         {"dp": rng.randint(1, count)},
         {"microbatches": rng.choice((1, 2, 4))},
         {"copies": "none"},
-        {"schedule": "1f1b"},
+        {"schedule": rng.choice(("1f1b", "zb-h1"))},
         {"forbid": rng.choice(("zero", "tp", "dp", "pp=1"))},
     ]
     given = rng.choice(options)
