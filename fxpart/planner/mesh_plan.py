@@ -134,11 +134,11 @@ def _make_assumptions(
 ) -> ShardingAssumptions:
     """Return the assumptions under which placements are selected.
 
-    microbatches: as requested; by default as proposed, or the next number that gives all replicas
-    equal parts. batch: rows per step.
+    For as many microbatches as proposed, or the next number that gives all replicas equal parts.
+    microbatches: as requested, where there is no proposal. batch: rows per step.
     """
     stages = assignment.stages or request.stages[1]
-    if microbatches is None and assignment.microbatches is not None:
+    if assignment.microbatches is not None:
         count = find_even_count(
             batch // dict(request.mesh.axes).get("dp", 1), assignment.microbatches
         )

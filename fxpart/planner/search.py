@@ -199,7 +199,7 @@ class _MeshPricer:
         front, microbatches = self.front, self.microbatches
         best: tuple[Plan, GeneratedProgram] | None = None
         last: FxpartError | SlowerThanIncumbentError | None = None
-        for assumed in _assumed_counts(front, request, assignment, microbatches):
+        for assumed in _assumed_counts(front, request, assignment):
             placed = assignment if assumed is None else replace(assignment, microbatches=assumed)
             try:
                 made = solve_exactly(
@@ -231,18 +231,14 @@ class _MeshPricer:
 
 
 def _assumed_counts(
-    front: PreparedModel,
-    request: PlanRequest,
-    assignment: StageAssignment,
-    microbatches: int | None,
+    front: PreparedModel, request: PlanRequest, assignment: StageAssignment
 ) -> list[int | None]:
     """Return the numbers of microbatches for which placements may be selected, ascending.
 
     The first is the expected number; None leaves it open. Only that one where a stage is one rank,
-    so that nothing is placed, or the number is fixed.
+    so that nothing is placed. They are the same where the plan's own number is fixed.
     """
-    fixed = microbatches is not None or "microbatches" in request.constraints
-    if fixed or not request.sharded or not front.captured.symbolic:
+    if not request.sharded or not front.captured.symbolic:
         return [None]
     counts = microbatch_counts(front.captured.batch_size, request.stages[1])
     return [None, *(count for count in counts if count > (assignment.microbatches or 1))]
