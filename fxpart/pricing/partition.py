@@ -98,7 +98,7 @@ def price(
     modes: tuple[Recompute, ...] = tuple(recompute) if captured.training else ("none",)
     pricer = _Pricer(
         graph, specs, model, own, whole, len(blocks), shared, rings, transfer_dtype, modes,
-        (*schedules, *others),
+        (*_schedules(schedules), *others),
     )  # fmt: skip
     copying = max(each.copying for each in own)
     times = shared.compute_reduction_times(whole, len(blocks), model, rings, copying)

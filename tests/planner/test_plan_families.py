@@ -35,7 +35,8 @@ def request(**constraints: Any) -> PlanRequest:
         ({"copies": "always"}, {"replicated stages"}),
         ({"copies": "none"}, set()),
         ({"copies": "always", "tp": 2}, set()),
-        ({"schedule": "zb-h1"}, {"schedule selection"}),
+        ({"schedule": "zb-v"}, {"schedule selection"}),
+        ({"schedule": "zb-h1"}, set()),
         ({"schedule": "gpipe,1f1b"}, set()),
     ],
 )

@@ -24,6 +24,7 @@ from fxpart.planner.prediction.queue_memory import find_memory_error, with_queue
 from fxpart.planner.prediction.queue_simulation import groups_of
 from fxpart.pricing.device_limits import get_usable_bytes
 from fxpart.program.replica_groups import compute_tied_bytes, explain_unsupported_ties
+from fxpart.schedule.spec import list_schedules
 from fxpart.schedule.weight_modes import FLUSH
 from fxpart.solver.portfolio import status_of
 
@@ -175,7 +176,8 @@ class QueueFamily:
     def plan(self, context: ModelContext) -> PlanSearchResult:
         """Return the best plan for round-robin replicas, with the memory of queues."""
         request = context.front.request
-        constraints = as_synchronous(request.constraints)
+        names = list_schedules(competes=True, supports_queues=True)
+        constraints = {"schedule": ",".join(names), **as_synchronous(request.constraints)}
 
         def search(requested: PlanRequest) -> PlanSearchResult:
             mine = replace(requested, constraints=constraints)

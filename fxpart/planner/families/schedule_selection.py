@@ -18,9 +18,8 @@ import msgspec
 
 from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Plan
-from fxpart.plan.prediction import RankPrediction
-from fxpart.plan.schedule import edges_of, stage_of
-from fxpart.planner.execution_mode import ASYNC, QUEUE
+from fxpart.planner.execution_mode import ASYNC
+from fxpart.planner.families.searched_schedule import with_searched_schedule
 from fxpart.planner.families.virtual_stages import VirtualStageChoice
 from fxpart.planner.plan_builder import ShardingSummary
 from fxpart.planner.prediction.schedule_change import (
@@ -28,23 +27,18 @@ from fxpart.planner.prediction.schedule_change import (
     find_overfull_ranks,
     predict_schedule,
 )
-from fxpart.planner.prediction.step_simulation import StageTimes
 from fxpart.planner.refinement import plan_seconds
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.make import make_unverified
-from fxpart.schedule.plan_actions import format_plan_actions
 from fxpart.schedule.simulate import simulate
 from fxpart.schedule.spec import (
     DEFAULT_SCHEDULE,
-    FOUND,
     SCHEDULES,
     ScheduleSpec,
     find_built,
     list_schedules,
 )
 from fxpart.solver.objective import PartitionScorer
-from fxpart.solver.order.problem import ScheduleProblem
-from fxpart.solver.order.search import search_schedule
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Recompute, Solution
 from fxpart.solver.stage_graph.stage_partition import StagePartition
@@ -66,8 +60,7 @@ MakeParts = Callable[..., "GeneratedProgram"]
 def requested_schedules(request: PlanRequest) -> tuple[str, ...]:
     """Return the requested schedules, by default all that compete."""
     if "schedule" not in request.constraints:
-        queues = {"supports_queues": True} if request.mode == QUEUE else {}
-        return list_schedules(competes=True, **queues)
+        return list_schedules(competes=True)
     names = str(request.constraints["schedule"]).split(",")
     return tuple(name.strip() for name in names)
 
@@ -136,7 +129,8 @@ class ScheduleSelector:
         for name, spec in _in_table_order(names):
             if spec.build is None:
                 limit = min(self.time_limit, _SEARCH)
-                yield with_searched_schedule(plan, bound, limit, self.request.seed), parts
+                seed = self.request.seed
+                yield with_searched_schedule(plan, self.problem, bound, limit, seed), parts
             elif not (spec.is_virtual or spec.chooses_cuts or not spec.flushes):
                 yield change_schedule(plan, name, bound), parts
 
@@ -329,56 +323,6 @@ def _explain_unfit(plans: list[Plan]) -> FxpartError:
         fix=f"use schedule={DEFAULT_SCHEDULE}, which has fewer in flight, more microbatches, "
         "or more ranks",
     )
-
-
-def with_searched_schedule(plan: Plan, bound: float, time_limit: float, seed: int) -> Plan:
-    """Return the plan with the best order found for its stages, without virtual stages.
-
-    Backward passes are split into two halves of equal time. bound: lower bound of the step time for
-    any cuts. The certificate of the order itself, for these stages, is in the plan's
-    ``provenance``. Raises FXP204 where a rank's memory cannot fit one microbatch.
-    """
-    edges, rows = edges_of(plan), plan.prediction.ranks
-    times = StageTimes.of(rows, edges, stage_of(plan))
-    firsts = {row.stage: row for row in reversed(rows)}
-    mine = [firsts[stage] for stage in range(len(plan.stages))]
-    each = [_count_microbatch_bytes(row) for row in mine]
-    found = search_schedule(
-        ScheduleProblem(
-            stage_rank=stage_of(plan),
-            microbatches=plan.microbatches,
-            edges=edges,
-            forward=times.forward,
-            backward=times.backward,
-            halves=tuple((seconds / 2, seconds / 2) for seconds in times.backward),
-            transfer=times.transfer,
-            activation=tuple(each),
-            memory=tuple(
-                _count_free_bytes(row, activations)
-                for row, activations in zip(mine, each, strict=True)
-            ),
-        ),
-        time_limit=time_limit,
-        seed=seed,
-    )
-    made = change_schedule(plan, FOUND, bound, format_plan_actions(found.schedule))
-    reason = (
-        f"found by {found.solver}; {found.status} for these stages, gap {100 * found.gap:.1f} %"
-    )
-    return msgspec.structs.replace(made, provenance={**made.provenance, "schedule": reason})
-
-
-def _count_microbatch_bytes(row: RankPrediction) -> int:
-    """Return the bytes that a stage stores for one microbatch in flight."""
-    memory = row.memory
-    return (memory.activations - row.workspace + memory.transfers) // max(row.in_flight, 1)
-
-
-def _count_free_bytes(row: RankPrediction, each: int) -> int:
-    """Return the bytes available for microbatches in flight, at least those of one."""
-    memory = row.memory
-    fixed = memory.total - memory.activations - memory.transfers + row.workspace
-    return max(row.memory_limit - fixed, each)
 
 
 class ScheduleSelectionFamily:
