@@ -228,6 +228,7 @@ def planned(width: int, rows: int, memory: int = 2**40, **constraints: Any) -> P
     ).plan  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_split_backward_competes_where_it_pays() -> None:
     """The plan is the faster of both, and says so; tiny products keep whole backwards."""
     free = planned(256, 2048, microbatches=8)
@@ -241,6 +242,7 @@ def test_a_split_backward_competes_where_it_pays() -> None:
     assert planned(16, 64).schedule == "1f1b"
 
 
+@pytest.mark.slow
 def test_a_split_backward_needs_its_memory() -> None:
     """Where each stage cannot keep as many microbatches, the plan keeps whole backwards."""
     wide = planned(256, 2048, microbatches=8)
