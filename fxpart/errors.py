@@ -124,7 +124,7 @@ class Problem:
     def __post_init__(self) -> None:
         """Make the texts printable and encodable."""
         for name in ("where", "why", "fix"):
-            object.__setattr__(self, name, _make_printable(getattr(self, name)))
+            object.__setattr__(self, name, make_printable(getattr(self, name)))
 
     def __str__(self) -> str:
         title = CODES[self.code][0]
@@ -173,11 +173,17 @@ def error(code: str, *, where: str, why: str, fix: str = "") -> FxpartError:
     return FxpartError(Problem(code, where, why, fix))
 
 
-def _make_printable(text: str) -> str:
+# A text must not control the terminal; lines and tabs are kept.
+_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
+
+
+def make_printable(text: str) -> str:
+    """Return a text that can be printed, encoded and sent; its middle is removed if it is long."""
     if len(text) > LONGEST:
         half = LONGEST // 2
         left_out = f"\n... {len(text) - 2 * half} characters left out ...\n"
         text = text[:half] + left_out + text[-half:]
+    text = text.translate(_CONTROLS)
     # Half a surrogate pair, as in a path that is not UTF-8, can be neither printed nor sent.
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 

@@ -7,6 +7,7 @@ can always become a float.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import stat
@@ -80,6 +81,22 @@ def from_json(text: bytes | str, kind: Any = Any) -> Any:
     if _LONG_NUMBER.search(data):
         whole_numbers(msgspec.json.decode(data))
     return msgspec.json.decode(data, type=kind)
+
+
+def check_unique_keys(text: bytes | str) -> None:
+    """Raise ValueError naming a key that an object of a JSON text has twice.
+
+    Other readers may take the first or the last one.
+    """
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key[:80]!r} occurs twice")
+            seen.add(key)
+
+    json.loads(text, object_pairs_hook=check)
 
 
 def toml(text: str) -> Any:

@@ -42,7 +42,13 @@ def open_for_reading(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     A pipe or device may block or be endless, and a link may lead anywhere.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(path, flags), "rb", buffering=0) as file:
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as cause:
+        if cause.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link") from cause
+        raise
+    with open(descriptor, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(0, "it is not a regular file")

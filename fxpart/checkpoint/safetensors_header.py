@@ -7,9 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fxpart.files import from_json
+from fxpart.files import check_unique_keys, from_json
 
 LARGEST = 100_000_000  # bytes of a header, limit of the format
+_MOST_ELEMENTS = 1 << 59
 _METADATA = "__metadata__"
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,
@@ -57,6 +58,9 @@ def decode(header: bytes, size: int) -> dict[str, SafetensorsEntry]:
     """
     try:
         found = from_json(header[8:])
+        own = len(found) - (_METADATA in found) if isinstance(found, dict) else 0
+        if header.count(b'"data_offsets"') != own:
+            check_unique_keys(header[8:])
     except RecursionError as cause:
         raise ValueError("its header is nested too deeply") from cause
     if not isinstance(found, dict):
@@ -83,4 +87,7 @@ def _parse_entry(name: str, entry: Any, begin: int) -> SafetensorsEntry:
             raise ValueError
     except (KeyError, TypeError, ValueError) as cause:
         raise ValueError(f"the entry {name[:80]!r} of its header is invalid") from cause
+    # Also of a tensor without elements, torch multiplies the sizes to strides.
+    if math.prod(n or 1 for n in shape) >= _MOST_ELEMENTS:
+        raise ValueError(f"the sizes of {name[:80]!r} are too large for a tensor")
     return SafetensorsEntry(dtype, tuple(shape), begin + start, begin + stop)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fxpart.errors import FxpartError, error
-from fxpart.files import read_bytes
+from fxpart.files import check_unique_keys, read_bytes
 from fxpart.plan.json_shape import shape_problems
 from fxpart.plan.migration import VERSION, upgrade
 from fxpart.plan.number_ranges import FIELDS, PATTERN, lengthen, shorten
@@ -57,6 +57,7 @@ def decode(kind: type[Plan], data: bytes, where: str) -> Plan:
         header = _header(data, where)
         if header.format != "fxpart-plan" or type(header.version) is not int:
             raise _unknown(where, f"the format is {_short(header.format)}")
+        check_unique_keys(data)
         raw = lengthen(upgrade(msgspec.json.decode(data), header.version, where))
         plan = msgspec.convert(raw, kind)
     except msgspec.ValidationError as first:

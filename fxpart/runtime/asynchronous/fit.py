@@ -9,6 +9,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fxpart.diagnostics.exception_text import describe_exception
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.callbacks import StepInfo
 from fxpart.runtime.fit import FitLoop, FitOptions
@@ -173,7 +174,7 @@ class AsyncFit(FitLoop):
             if isinstance(cause, FxpartError) and cause.code in ("FXP503", "FXP504"):
                 raise
             failure = error(
-                "FXP507", where=what, why=f"{type(cause).__name__}: {cause}",
+                "FXP507", where=what, why=describe_exception(cause),
                 fix="fix the error there; every rank has stopped this run",
             )  # fmt: skip
             self._async_trainer.abort(cause if isinstance(cause, FxpartError) else failure)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fxpart.diagnostics.exception_text import describe_exception
 from fxpart.errors import FxpartError, Problem
 from fxpart.runtime.batch.symbolic_shapes import Sizes
 from fxpart.runtime.executor.routes import Arrival
@@ -48,7 +49,7 @@ class StageFailure:
         if isinstance(self.cause, FxpartError):
             first = self.cause.problems[0]
             return Problem(first.code, f"{where}: {first.where}", first.why, first.fix)
-        return Problem("FXP504", where, f"{type(self.cause).__name__}: {self.cause}", fix)
+        return Problem("FXP504", where, describe_exception(self.cause), fix)
 
 
 @dataclass(frozen=True, slots=True)

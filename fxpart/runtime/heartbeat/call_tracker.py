@@ -6,7 +6,8 @@ rank that it waits for.
 
 from __future__ import annotations
 
-from fxpart.errors import FxpartError
+from fxpart.diagnostics.exception_text import describe_exception
+from fxpart.errors import FxpartError, make_printable
 
 _LONGEST = 400  # characters of a message
 
@@ -26,6 +27,11 @@ class TrainerCallTracker:
         self.number, self.name = 0, ""
         self.failed, self.code, self.problem = 0, "", ""
 
+    @property
+    def last_problem(self) -> str:
+        """The exception of the last call, if the other ranks may not share it; or ""."""
+        return self.problem if self.failed == self.number and not self.name else ""
+
     def begin(self, name: str) -> None:
         """Record the begin of a call."""
         self.number += 1
@@ -37,12 +43,11 @@ class TrainerCallTracker:
 
     def fail(self, cause: BaseException) -> None:
         """Record an exception that the other ranks do not know."""
-        self.code, self.problem = "FXP507", f"{type(cause).__name__}"
-        text = str(cause)
+        self.code, text = "FXP507", describe_exception(cause)
         if isinstance(cause, FxpartError):
             first = cause.problems[0]
-            self.code, self.problem, text = first.code, first.code, f"{first.where}: {first.why}"
-        self.problem = f"{self.problem}: {text}"[:_LONGEST].rstrip(": ") + f" in {self.name}()"
+            self.code, text = first.code, f"{first.code}: {first.where}: {first.why}"
+        self.problem = f"{make_printable(text)[:_LONGEST].rstrip(': ')} in {self.name}()"
         self.failed, self.name = self.number, ""
 
 

@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Callable
 
-from fxpart.errors import FxpartError
+from fxpart.diagnostics.exception_text import describe_exception
+from fxpart.errors import FxpartError, make_printable
+from fxpart.runtime.heartbeat.call_tracker import calls
 from fxpart.runtime.heartbeat.monitor import HeartbeatMonitor
 
 _monitors: list[HeartbeatMonitor] = []
@@ -51,12 +53,11 @@ def describe_exit_exception() -> str:
     """Return the exception that ends this process, if it is known at exit."""
     cause = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if cause is None:
-        return ""
+        return calls.last_problem  # such as SystemExit, which is not recorded
     if isinstance(cause, FxpartError):
         problem = cause.problems[0]
         return f"{problem.code}: {problem.why.splitlines()[0]}" if problem.why else problem.code
-    text = str(cause).splitlines()
-    return f"{type(cause).__name__}: {text[0]}" if text else type(cause).__name__
+    return make_printable(describe_exception(cause)).splitlines()[0]
 
 
 def _close_at_exit() -> None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
+from fxpart.diagnostics.exception_text import describe_exception
 from fxpart.diagnostics.rank_event import ALL, STEP
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.program.replica_groups import ReplicaGroupGraph
@@ -412,4 +413,4 @@ def _to_rows(problems: list[Problem]) -> tuple[tuple[str, str, str, str], ...]:
 
 def _make_error(where: str, cause: Exception) -> FxpartError:
     fix = "fix the error there; every rank has stopped this run"
-    return error("FXP507", where=where, why=f"{type(cause).__name__}: {cause}", fix=fix)
+    return error("FXP507", where=where, why=describe_exception(cause), fix=fix)

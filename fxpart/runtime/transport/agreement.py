@@ -10,6 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
+from fxpart.diagnostics.exception_text import describe_exception
 from fxpart.errors import CODES, FxpartError, Problem, error
 from fxpart.runtime import heartbeat
 from fxpart.runtime.heartbeat.call_tracker import calls
@@ -207,7 +208,7 @@ def make_exception_problem(rank: int, what: str, cause: BaseException) -> Proble
     return Problem(
         "FXP507",
         f"rank {rank}, {what}",
-        f"{type(cause).__name__}: {cause}",
+        describe_exception(cause),
         "correct the cause on this rank; every rank has left this call, and none is waiting",
     )
 
