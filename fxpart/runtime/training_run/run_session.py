@@ -291,8 +291,7 @@ class RunSession:
             fit.trainer.events.put("saving a checkpoint")
             self._saver.save(fit.step, extra, wait=wait)
         elif wait:
-            self._saver.finish()
-            agree(fit.transport, "the last checkpoint", self._check_last_save)
+            self._saver.wait()
         self._warn_failed_saves()
 
     def _is_finite(self) -> bool:
@@ -301,13 +300,6 @@ class RunSession:
         mine = guard is None or not guard.applied
         with convert_transport_errors(transport, "saving a checkpoint"):
             return all(row[0] for row in transport.exchange([int(mine)]))
-
-    def _check_last_save(self) -> tuple[None, str]:
-        """Raise FXP513 if the last save has failed and that ends the run."""
-        assert self._saver is not None
-        if self.options.strict and len(self._saver.problems) > self._reported_saves:
-            raise self._saver.problems[-1]
-        return None, ""
 
     def _warn_failed_saves(self) -> None:
         """Warn of checkpoints that were not written; equal on every rank."""
