@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
 
 
+class KnownPlacementsError(Exception):
+    """The placements selected are those of an earlier attempt, so the plan is its plan."""
+
+
 class SlowerThanIncumbentError(Exception):
     """The best plan of a mesh is not faster than one that is known. seconds: its step time."""
 
@@ -72,13 +76,15 @@ def solve_exactly(
     on_candidate: CandidateCallback | None = None,
     incumbent: float = inf,
     cache: ShardingCache | None = None,
+    tried: list[fx.GraphModule] | None = None,
 ) -> tuple[Plan, GeneratedProgram]:
     """Price the graph (or one rank's part of it) on the request's mesh, choose cuts, and plan.
 
     on_candidate: called with every plan that is compared by simulation (with a profile). incumbent:
     seconds of a step that a plan must be below, where none is simulated. cache: of the graph's
-    shardings. Raises FXP105 where the ranks cannot share the batch, FXP2xx where nothing fits, and
-    :class:`SlowerThanIncumbentError` where nothing is faster.
+    shardings. tried: graphs with the placements of earlier attempts, to which this one is added.
+    Raises FXP105 where the ranks cannot share the batch, FXP2xx where nothing fits,
+    :class:`SlowerThanIncumbentError` where nothing is faster, and :class:`KnownPlacementsError`.
     """
     assignment = assignment or StageAssignment()
     sharded = None
@@ -86,6 +92,10 @@ def solve_exactly(
         expected = _make_assumptions(request, microbatches, assignment, captured.batch_size)
         mine = replace(request, cluster=assignment.used(request.cluster, request.mesh.size))
         sharded = shard_graph(graph, captured, mine, annotations, expected, cache)
+        if tried is not None:
+            if any(sharded.whole is one for one in tried):
+                raise KnownPlacementsError
+            tried.append(sharded.whole)
     local = graph if sharded is None else sharded.local(0)
     sharing = None if sharded is None else StageParallelism.of(sharded)
     names = requested_schedules(request)

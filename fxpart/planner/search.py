@@ -24,6 +24,7 @@ from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.families import REPLICA_FAMILIES, find_family
 from fxpart.planner.group_orders import expand_assignments, is_unequal
 from fxpart.planner.mesh_plan import (
+    KnownPlacementsError,
     SlowerThanIncumbentError,
     solve_exactly,
 )
@@ -36,6 +37,8 @@ from fxpart.planner.request import PlanRequest, with_mesh
 from fxpart.pricing.joint_space import microbatch_counts
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from fxpart.solver.progress import Progress
 
 _TRIES = 8  # number of proposed meshes that are lowered and priced exactly, best first
@@ -199,13 +202,19 @@ class _MeshPricer:
         front, microbatches = self.front, self.microbatches
         best: tuple[Plan, GeneratedProgram] | None = None
         last: FxpartError | SlowerThanIncumbentError | None = None
+        tried: list[fx.GraphModule] = []
         for assumed in _assumed_counts(front, request, assignment):
             placed = assignment if assumed is None else replace(assignment, microbatches=assumed)
             try:
                 made = solve_exactly(
                     request, front.captured, front.graph, front.info, microbatches,
                     front.annotations, placed, self.on_candidate, incumbent, front.shardings,
+                    tried,
                 )  # fmt: skip
+            except KnownPlacementsError:
+                if best is not None or isinstance(last, SlowerThanIncumbentError):
+                    break
+                continue
             except SlowerThanIncumbentError as fault:
                 last = fault
                 if best is not None or fault.seconds > incumbent * _NEAR:

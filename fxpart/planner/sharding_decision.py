@@ -110,7 +110,10 @@ def shard_graph(
     found = cache.sharded[full]
     if captured.batch_size % (found.multiple() * (expected.microbatches or 1)):
         # More shards than rows in the batch, so replicate what is undecided instead.
-        return _finish(propagate(close=True), captured, request)
+        closed = (*full[:1], "", *full[2:])
+        if closed not in cache.sharded:
+            cache.sharded[closed] = _finish(propagate(close=True), captured, request)
+        return cache.sharded[closed]
     return replace(found, certificate=certificate)
 
 
