@@ -107,7 +107,7 @@ def compile(
     or one of ``fxpart.costmodels.COST_MODELS``), an instance, or a file that ``fxpart profile``
     wrote. plan: a Plan or its file to apply instead of solving. constraints:
     fixed decisions; the solver decides all others: ``tp``, ``dp`` (data-parallel ranks of each
-    block, or replicas), ``stages``, ``zero``, ``schedule`` ("1f1b", "gpipe"), ``ranks`` (of the
+    block, or replicas), ``stages``, ``zero``, ``schedule`` ("1f1b,zb-v"), ``ranks`` (of the
     whole program); ``forbid`` ("zero; cut=h.3"), ``stage`` ("h.0-5=0"), ``layout`` (Megatron-LM's
     notation); ``granularity`` ("block", "op"), ``solver``, ``time_limit`` (seconds). ``mesh``
     ("dp=2,tp=2", or "none" for one rank per stage) fixes the mesh of each stage. It allows
