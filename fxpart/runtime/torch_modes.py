@@ -240,7 +240,7 @@ def guard_compile(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        given = known.bind(*args, **kwargs).arguments
+        given = _bind(known, function.__name__, args, kwargs)
         model = given.get("model")
         if isinstance(model, nn.Module):
             _check_tensors(model)
@@ -250,6 +250,22 @@ def guard_compile(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return call
+
+
+def _bind(
+    known: inspect.Signature, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments by name; FXP109 for arguments that the function does not have."""
+    try:
+        return known.bind(*args, **kwargs).arguments
+    except TypeError as fault:
+        names = ", ".join(one for one in known.parameters if one != "self")
+        raise error(
+            "FXP109",
+            where=f"{name}()",
+            why=f"{fault}. Only the model and the cluster have no name.",
+            fix=f"pass the batch as example_inputs=(x, y); the arguments are {names}",
+        ) from None
 
 
 def _get_precision(given: dict[str, Any]) -> str:

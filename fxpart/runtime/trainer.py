@@ -22,6 +22,7 @@ from fxpart.runtime.gradients.gradient_norm import (
 from fxpart.runtime.gradients.stage_replicas import reduce_replica_gradients
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.monitor.recorder import Recorder
+from fxpart.runtime.trainer_options import check_accumulate
 from fxpart.runtime.transport.agreement import convert_transport_errors
 from fxpart.schedule.measured_timeline import (
     CLIP,
@@ -75,6 +76,7 @@ class Trainer(Inference):
         ranks (nothing was sent), FXP503 and FXP504 for a failed transfer or stage (nothing was
         updated, gradients are discarded).
         """
+        check_accumulate(accumulate)
         closing = not accumulate and self.optimizer is not None
         loss = self._backward(batch, closing=closing, local=local)
         if closing:

@@ -16,6 +16,17 @@ from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.text import to_text
 
 
+def check_accumulate(accumulate: object) -> None:
+    """Raise FXP105 where a second part of the batch was passed instead of a flag."""
+    if not isinstance(accumulate, bool):
+        raise error(
+            "FXP105",
+            where="step(batch, accumulate)",
+            why=f"the second argument is a {type(accumulate).__name__}; a batch is one argument",
+            fix="pass inputs and targets together: step((x, y))",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
     """The keyword arguments of :class:`~fxpart.runtime.trainer.Trainer` that are plain data.

@@ -46,6 +46,7 @@ from fxpart.runtime.gradients.gradient_norm import (
 )
 from fxpart.runtime.optimizer.factory import describe_groups, make_parameter_groups
 from fxpart.runtime.optimizer.parameter_groups import Groups
+from fxpart.runtime.trainer_options import check_accumulate
 from fxpart.runtime.transport.agreement import (
     AllRanksError,
     agree,
@@ -117,6 +118,7 @@ class AsyncTrainer(AsyncTrainerBase):
         as for a synchronous trainer. A failure on any rank is raised on every rank as the same
         FXP504, :attr:`lag` calls later; training has then ended.
         """
+        check_accumulate(accumulate)
         if accumulate:
             raise error(
                 "FXP109", where="step(accumulate=True)",

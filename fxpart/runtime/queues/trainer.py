@@ -33,6 +33,7 @@ from fxpart.runtime.queues.worker import ReplicaMinibatch, ReplicaWorker
 from fxpart.runtime.queues.worker_factory import make_optimizers, make_worker
 from fxpart.runtime.state.dtensor_state import DTensorState
 from fxpart.runtime.state.model_state import ModelState
+from fxpart.runtime.trainer_options import check_accumulate
 from fxpart.runtime.transport.agreement import AllRanksError, agree, convert_transport_errors
 from fxpart.schedule.queues.dispatcher import Dispatcher
 from fxpart.schedule.queues.messages import (
@@ -127,6 +128,7 @@ class QueueTrainer(AsyncTrainerBase):
         unsupported, FXP109: each minibatch is an update, and any replica may compute any of its
         rows. A failure on any rank is raised on every rank as the same error.
         """
+        check_accumulate(accumulate)
         if accumulate:
             raise error(
                 "FXP109", where="step(accumulate=True)", why="each minibatch is an update",

@@ -1,0 +1,44 @@
+"""Calls with arguments in the wrong place: one clear error instead of silent accumulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpart
+from fxpart.errors import FxpartError
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(8, 4), torch.randint(0, 3, (8,))
+
+
+def compiled(**given: Any) -> fxpart.api.Program:
+    return fxpart.compile(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), "local:2", example_inputs=batch(),
+        loss=nn.functional.cross_entropy, constraints={"mesh": "none", "stages": 2}, **given,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async", "queue"])
+def test_a_batch_in_two_arguments_is_refused(mode: str) -> None:
+    x, y = batch()
+    trainer = compiled(mode=mode).trainer(lambda p: torch.optim.SGD(p, lr=0.1))
+    before = {name: value.clone() for name, value in trainer.state_dict().items()}
+    for second in (y, [1], 1):
+        with pytest.raises(FxpartError, match="a batch is one argument") as caught:
+            trainer.step(x, second)  # type: ignore[arg-type]
+        assert caught.value.code == "FXP105"
+    after = trainer.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_unknown_arguments_of_compile_are_one_error() -> None:
+    for args, kwargs in (((None, "local:2", batch()), {}), ((None,), {"inputs": batch()})):
+        with pytest.raises(FxpartError, match="example_inputs") as caught:
+            fxpart.compile(*args, **kwargs)  # type: ignore[arg-type]
+        assert caught.value.code == "FXP109"
