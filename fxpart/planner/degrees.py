@@ -30,7 +30,7 @@ from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import SearchSpace
 from fxpart.pricing.weights import trained_names, weights
 from fxpart.schedule.host_contention import average_computing_stages
-from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_closed_forms, list_schedules
+from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_closed_forms
 from fxpart.schedule.weight_modes import STASH
 from fxpart.solver.joint.choice_translation import ChoiceTranslation
 from fxpart.solver.joint.constraints.apply import apply_constraints, with_options
@@ -125,9 +125,8 @@ def _schedules(request: PlanRequest, *, priced: bool) -> tuple[str, ...]:
     if request.mode == ASYNC:
         return (ASYNC,)
     kept = with_cut_schedules(as_synchronous(given)) if priced else as_synchronous(given)
-    # estimates of meshes that are priced exactly afterwards assume one schedule
-    default = DEFAULT_SCHEDULE if priced else ",".join(list_schedules(competes=True))
-    words = [word.strip() for word in str(kept.get("schedule", default)).split(",")]
+    # estimates do not know what split backwards cost, so they do not select them by themselves
+    words = [word.strip() for word in str(kept.get("schedule", DEFAULT_SCHEDULE)).split(",")]
     words += [ASYNC] if request.mode == "auto" and not priced else []
     return tuple(word for word in words if word in list_closed_forms())
 

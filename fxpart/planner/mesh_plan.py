@@ -86,16 +86,12 @@ def solve_exactly(
     Raises FXP105 where the ranks cannot share the batch, FXP2xx where nothing fits,
     :class:`SlowerThanIncumbentError` where nothing is faster, and :class:`KnownPlacementsError`.
     """
-    assignment = assignment or StageAssignment()
-    sharded = None
+    assignment, sharded = assignment or StageAssignment(), None
     if request.sharded:
         expected = _make_assumptions(request, microbatches, assignment, captured.batch_size)
         mine = replace(request, cluster=assignment.used(request.cluster, request.mesh.size))
         sharded = shard_graph(graph, captured, mine, annotations, expected, cache)
-        if tried is not None:
-            if any(sharded.whole is one for one in tried):
-                raise KnownPlacementsError
-            tried.append(sharded.whole)
+        _check_placements(sharded.whole, tried)
     local = graph if sharded is None else sharded.local(0)
     sharing = None if sharded is None else StageParallelism.of(sharded)
     names = requested_schedules(request)
@@ -137,6 +133,15 @@ def solve_exactly(
     if any(made.over for made in chains) or plan.virtual > 1:  # stages are no runs of blocks
         return plan, parts
     return with_live_tensors(plan, problem, local, captured, sharing), parts
+
+
+def _check_placements(placed: fx.GraphModule, tried: list[fx.GraphModule] | None) -> None:
+    """Add the placements to those that were tried; KnownPlacementsError if they were."""
+    if tried is None:
+        return
+    if any(placed is one for one in tried):
+        raise KnownPlacementsError
+    tried.append(placed)
 
 
 def _make_assumptions(

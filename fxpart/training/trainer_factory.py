@@ -395,7 +395,8 @@ def select_weight_mode(
                 fix=f'pass weight_mode="{SPECTRAIN}" or another of {", ".join(MODES)}',
             )
         return None
-    if not SCHEDULES[plan.schedule].runs_unflushed:
+    # a schedule that the planner selected gives way to asynchronous 1F1B
+    if "schedule" in plan.constraints and not SCHEDULES[plan.schedule].runs_unflushed:
         raise error(
             "FXP109",
             where=f"weight_mode={mode.name}",
