@@ -42,7 +42,12 @@ class Expert:
 def gpt(hidden: int, layers: int, heads: int, hosts: int, batch: int, **layout: Any) -> Expert:
     """A row of Megatron-LM's table 1: sequences of 2,048, A100 of 80 GB in hosts of eight."""
     return Expert(
-        "Megatron-LM", (hidden, layers, heads, 0, 0), f"{hosts}x8xa100-sxm-80gb", batch, 2048, layout
+        "Megatron-LM",
+        (hidden, layers, heads, 0, 0),
+        f"{hosts}x8xa100-sxm-80gb",
+        batch,
+        2048,
+        layout,
     )
 
 
