@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fxpart.errors import FxpartError, error
+
 
 @dataclass(frozen=True)
 class RunDir:
@@ -58,3 +60,9 @@ class RunDir:
     def failure(self, generation: int, rank: int) -> Path:
         """Return the file of a rank's failure record."""
         return self.path / "events" / f"generation-{generation}" / f"rank-{rank}.failure.json"
+
+
+def make_unwritable_error(path: Path, cause: OSError) -> FxpartError:
+    """Return FXP603 for a file or folder of a run that cannot be written."""
+    why, fix = cause.strerror or str(cause), "free disk space, or use a writable folder"
+    return error("FXP603", where=str(path), why=why, fix=fix)

@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from fxpart.checkpoint.run_directory import RunDir
+from fxpart.checkpoint.run_directory import RunDir, make_unwritable_error
 from fxpart.errors import FxpartError, error
 from fxpart.files import from_json, open_regular_file
 from fxpart.launch.process_status import is_stopped
@@ -115,7 +115,7 @@ def lock_folder(run: RunDir, *, patience: float = PATIENCE) -> RunLock:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(run.lock, flags, 0o666)
     except OSError as why:
-        raise _unwritable(run.path, why) from why
+        raise make_unwritable_error(run.path, why) from why
     limit = time.monotonic() + patience
     try:
         while not _try_lock(descriptor):
@@ -195,8 +195,3 @@ def _try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 def _unreadable(path: Path, why: str) -> FxpartError:
     return error("FXP520", where=str(path), why=why, fix="pass the folder of --run")
-
-
-def _unwritable(path: Path, why: OSError) -> FxpartError:
-    text = why.strerror or str(why)
-    return error("FXP603", where=str(path), why=text, fix="use a writable --run folder")

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fxpart.checkpoint.folder import list_complete, step_of
 from fxpart.checkpoint.run_directory import RunDir
 from fxpart.checkpoint.run_lock import check_unlocked
 from fxpart.cli import output
 from fxpart.cli.options import Command, CommandLineRequest
+from fxpart.elastic.progress import read_saved_step
 from fxpart.elastic.rank_bounds import RankBounds
 from fxpart.elastic.slow_rank_report import SlowRankReport, write_slow_rank_report
 from fxpart.environment import Launch, is_launched_by_fxpart
@@ -241,8 +241,8 @@ def _end(trainer: Any, fitted: FitResult, run: RunDir, *, first: bool) -> int:
     if not first:
         trainer.transport.exchange([0])
         return EXIT_INCOMPLETE
-    saved = [step_of(path) for path in list_complete(run.checkpoints)]
-    newest = f"the newest is of step {max(saved)}" if saved else "there is no other"
+    saved = read_saved_step(run)
+    newest = f"the newest is of step {saved}" if saved is not None else "there is no other"
     failure = error(
         "FXP522", where=str(run.checkpoints),
         why=f"{fitted.steps} steps are done, but the checkpoint of the last one is not complete on "

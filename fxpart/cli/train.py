@@ -237,7 +237,9 @@ class _TrainingLoop:
 
     def _print_step(self, step: int, loss: float, seconds: float) -> None:
         if self.first and self.finite and not math.isfinite(loss):
-            output.note(f"warning: FXP523: the loss of step {step} is {loss}")
+            from fxpart.runtime.monitor.nonfinite_guard import describe_nonfinite_loss
+
+            output.note(f"warning: {describe_nonfinite_loss(step, loss)}")
         self.finite = math.isfinite(loss)
         if self.first and self.as_json:
             output.line({"step": step, "loss": loss, "seconds": seconds})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from fxpart.checkpoint.run_directory import RunDir
+from fxpart.checkpoint.run_directory import RunDir, make_unwritable_error
 from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError, error
 from fxpart.files import from_json, read_bytes
@@ -61,7 +61,7 @@ class PlanCache:
                 msgspec.json.encode({"digest": cache_key.digest, "asked": cache_key}),
             )
         except OSError as why:
-            raise _unwritable(run.plans, why) from why
+            raise make_unwritable_error(run.plans, why) from why
 
     def path(self, fingerprint: str, cluster: Cluster, ranks: int) -> Path:
         """Return the file of the plan for this model, cluster and number of ranks."""
@@ -162,8 +162,3 @@ def _read_key_digest(path: Path) -> str:
 
 def _same_model(one: Plan, other: Plan) -> bool:
     return one.model.fingerprint == other.model.fingerprint
-
-
-def _unwritable(path: Path, why: OSError) -> FxpartError:
-    text = why.strerror or str(why)
-    return error("FXP603", where=str(path), why=text, fix="use a writable --run folder")

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from fxpart.checkpoint import folder
-from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.run_directory import RunDir
 from fxpart.errors import FxpartError
 from fxpart.files import from_json, open_regular_file
@@ -30,14 +29,12 @@ def read_checkpoint_step(run: RunDir) -> int:
     return max((int(match[1]) for match in found if match), default=0)
 
 
-def read_saved_step(run: RunDir) -> int:
-    """Return the number of updates in the run's newest checkpoint that can be opened; or 0."""
-    for path in folder.list_complete(run.checkpoints):
-        try:
-            return Checkpoint.open(path).manifest.step
-        except FxpartError:
-            continue
-    return 0
+def read_saved_step(run: RunDir) -> int | None:
+    """Return the number of updates in the run's newest checkpoint that can be opened; or None."""
+    try:
+        return folder.newest(run.checkpoints, verify=False).manifest.step
+    except FxpartError:
+        return None
 
 
 def read_ledger_step(run: RunDir) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 
-from fxpart.checkpoint.run_directory import RunDir
+from fxpart.checkpoint.run_directory import RunDir, make_unwritable_error
 from fxpart.checkpoint.run_lock import (
     LauncherRecord,
     RunLock,
@@ -17,7 +16,7 @@ from fxpart.checkpoint.run_lock import (
 )
 from fxpart.elastic.plan_cache import write_atomically
 from fxpart.elastic.rank_bounds import RankBounds
-from fxpart.errors import FxpartError, error
+from fxpart.errors import error
 from fxpart.files import from_json, read_bytes
 
 _REQUEST_FILE = "scale.json"
@@ -99,10 +98,5 @@ def request_rank_count(run: RunDir, ranks: int) -> LauncherRecord:
     try:
         write_atomically(run.path / _REQUEST_FILE, msgspec.json.encode(ScaleRequest(ranks)))
     except OSError as why:
-        raise _unwritable(run.path, why) from why
+        raise make_unwritable_error(run.path, why) from why
     return launcher
-
-
-def _unwritable(path: Path, why: OSError) -> FxpartError:
-    text = why.strerror or str(why)
-    return error("FXP603", where=str(path), why=text, fix="use a writable --run folder")

@@ -241,7 +241,7 @@ class _Supervisor:
     def _explain_resume(self, why: str) -> None:
         """Explain how to resume, if the run is not complete."""
         if not is_finished(self.job.run):
-            done = read_saved_step(self.job.run)
+            done = read_saved_step(self.job.run) or 0
             self.job.tell(f"{why}: {done} steps are saved; run the same command to resume")
 
     def _handle_loss(self, failed: RankFailure, plan: Plan) -> None:
@@ -250,7 +250,7 @@ class _Supervisor:
         self.losses[name] += not failed.is_explained
         self.job.tell(
             f"rank {failed.rank} ({name}) ended with {failed.how}; "
-            f"{read_saved_step(self.job.run)} steps are saved"
+            f"{read_saved_step(self.job.run) or 0} steps are saved"
         )
         if self.losses[name] < LOST_AFTER or self.target_ranks <= self.job.bounds.least:
             return

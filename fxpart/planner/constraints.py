@@ -125,7 +125,11 @@ def find_mesh_conflicts(constraints: Constraints, mesh: Mesh) -> list[Problem]:
     fixed = {axis: str(dict(mesh.axes).get(axis, 1)) for axis in DEGREES}
     if mode_of(constraints) in (ASYNC, QUEUE):
         fixed["recompute"] = CONSTRAINTS["recompute"].plain
-    given = f"the mesh {constraints['mesh']}" if "mesh" in constraints else f"the mode {QUEUE}"
+    given = (
+        f"the mesh {constraints['mesh']}"
+        if "mesh" in constraints
+        else f"the mode {mode_of(constraints)}"
+    )
     return [
         Problem(
             "FXP109",

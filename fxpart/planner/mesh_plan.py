@@ -27,9 +27,7 @@ from fxpart.planner.priced_mesh import (
     PricedMesh,
     get_time_limit,
 )
-from fxpart.planner.refinement import (
-    is_measured,
-)
+from fxpart.planner.refinement import is_measured
 from fxpart.planner.request import PlanRequest
 from fxpart.planner.sharding_decision import (
     ShardingAssumptions,

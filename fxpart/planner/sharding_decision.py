@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -96,24 +96,25 @@ def shard_graph(
         )
 
     key = (str(request.mesh), tuple(sorted(seeds.items())), close)
+
+    def finish(choice: str, place: Callable[[], fx.GraphModule]) -> ShardedGraph:
+        """Return the graph with these placements, made once."""
+        full = (key, choice, request.zero, request.zero_axis)
+        if full not in cache.sharded:
+            cache.sharded[full] = _finish(place(), captured, request)
+        return cache.sharded[full]
+
     whole = cache.propagated.get(key) or propagate(close)
     undecided = _open(whole)
     if not undecided:
-        return _finish(whole, captured, request)
+        return finish("complete", lambda: whole)
     cache.propagated[key] = whole
     chosen, certificate = _select_placements(whole, captured, request, expected, undecided)
-    full = (key, chosen.text(), request.zero, request.zero_axis)
-    if full not in cache.sharded:
-        text = f"place{{choice={json.dumps(chosen.text())}}}"
-        placed = PassManager(all_passes()).run(text, whole)
-        cache.sharded[full] = _finish(placed, captured, request)
-    found = cache.sharded[full]
+    text = f"place{{choice={json.dumps(chosen.text())}}}"
+    found = finish(text, lambda: PassManager(all_passes()).run(text, whole))
     if captured.batch_size % (found.multiple() * (expected.microbatches or 1)):
         # More shards than rows in the batch, so replicate what is undecided instead.
-        closed = (*full[:1], "", *full[2:])
-        if closed not in cache.sharded:
-            cache.sharded[closed] = _finish(propagate(close=True), captured, request)
-        return cache.sharded[closed]
+        return finish("replicated", lambda: propagate(close=True))
     return replace(found, certificate=certificate)
 
 

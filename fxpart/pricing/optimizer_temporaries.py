@@ -47,11 +47,11 @@ def temporaries(choice: OptimizerChoice) -> OptimizerTemporaries:
     if choice.parts:
         found = [temporaries(part) for _, part in choice.parts]
         return OptimizerTemporaries(max(f.own for f in found), max(f.carried for f in found))
-    known = _TEMPORARIES.get(choice.make)
-    measured = known or _measured(choice.make)
-    if is_torch_class(choice) and measured is not UNKNOWN:
-        _TEMPORARIES[choice.make] = measured
-    return measured
+    if not is_torch_class(choice):
+        return _measured(choice.make)
+    if choice.make not in _TEMPORARIES:
+        _TEMPORARIES[choice.make] = _measured(choice.make)
+    return _TEMPORARIES[choice.make]
 
 
 def _measured(make: Callable[..., torch.optim.Optimizer]) -> OptimizerTemporaries:

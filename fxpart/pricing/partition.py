@@ -79,8 +79,8 @@ def price(
     devices of the problem are groups of consecutive devices of the cluster. transfer_dtype: dtype
     in which float32 is sent between stages, "" for no conversion. recompute: the modes of
     activation recomputation that stages may use; without a backward there is none. others:
-    schedules that may be used on the stages besides ``schedules``. Raises FXP105
-    (the batch cannot be split), FXP109 (an argument) and FXP403 (no link).
+    schedules that may be used on the stages besides ``schedules``. Raises FXP105 (the batch cannot
+    be split), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     blocks = _blocks_of(graph)

@@ -34,7 +34,6 @@ from fxpart.schedule.measured_timeline import (
 )
 
 Phase = tuple[str, Callable[[], None]]
-_REDUCTIONS = 2  # phases of an update after which the gradients are complete
 
 
 class Trainer(Inference):
@@ -60,7 +59,7 @@ class Trainer(Inference):
         self.accepts_update: Callable[[], bool] | None = None
         self._recorder: Recorder | None = None
         self._phases = self._update_phases()
-        self._phase_calls = tuple(do for _, do in self._phases)
+        self._set_phase_calls(tuple(do for _, do in self._phases))
         mark = self.events.mark
         self._reads, self._over = mark(READ), mark(STEP, "end")
 
@@ -165,14 +164,14 @@ class Trainer(Inference):
         assert self.optimizer is not None, "an update needs an optimizer"
         self.optimizer.check_gradients()
         self.optimizer.apply()
-        for do in self._phase_calls[:_REDUCTIONS]:
+        for do in self._reductions:
             do()
         if self.accepts_update is not None and not self.accepts_update():
             self.zero_grad()
             self.last_grad_norm = None
             self.optimizer.stepped()
             return
-        for do in self._phase_calls[_REDUCTIONS:]:
+        for do in self._phase_calls:
             do()
         self._stale = True
         self._accumulation.reset()
@@ -268,9 +267,14 @@ class Trainer(Inference):
                 if recorder is None
                 else lambda r: recorder.get_rank_recorder(r).measure_collective
             )
-        self._phase_calls = tuple(
-            do if recorder is None else recorder.timed(name, do) for name, do in self._phases
+        self._set_phase_calls(
+            tuple(do if recorder is None else recorder.timed(name, do) for name, do in self._phases)
         )
+
+    def _set_phase_calls(self, calls: tuple[Callable[[], None], ...]) -> None:
+        """Set the functions of an update's phases; gradients are complete before the clipping."""
+        complete = [name for name, _ in self._phases].index(CLIP)
+        self._reductions, self._phase_calls = calls[:complete], calls[complete:]
 
     def _update_phases(self) -> tuple[Phase, ...]:
         phases: tuple[Phase, ...] = (

@@ -18,9 +18,9 @@ def cheap_bounds(
     """Return lower bounds in seconds on the objective of any choice of ``variant``, by name.
 
     stages: the largest number of stages considered, by default all that are allowed. schedule: by
-    default all of the problem's. Both are the
-    pipeline's filling by the whole work plus a bound on the longest stage: "work over speed"
-    distributes the work perfectly, "largest unit" is the largest piece that no cut divides.
+    default all of the problem's. Both are the pipeline's filling by the whole work plus a bound on
+    the longest stage: "work over speed" distributes the work perfectly, "largest unit" is the
+    largest piece that no cut divides.
     """
     count = problem.max_stages if stages is None else stages
     one, m = problem.variants[variant], problem.variants[variant].microbatches

@@ -49,8 +49,9 @@ class SuffixProgram:
         self.units, self.deadline = tables.units, deadline
         self.microbatches = tables.problem.variants[variant].microbatches
         fills = [get_fill_fraction(schedule, self.microbatches, count) for count in (low, high)]
-        self._costs = tables.variant(variant, fills[0], split=splits_backward(schedule))
-        self._first = self._costs.stage(0)
+        self._fill = fills[0]
+        self._costs = tables.variant(variant, split=splits_backward(schedule))
+        self._first = self._costs.stage(0, self._fill)
         self._kinds = [
             tuple(sorted(set(self._costs.kinds[max(1, low - q) : high - q + 1])))
             for q in range(high + 1)
@@ -89,7 +90,7 @@ class SuffixProgram:
         kinds, flying = self._kinds[q], self._flying(q)
         if not kinds:  # only the first stage has this many to go
             return
-        table = self._costs.table(kinds)
+        table = self._costs.table(kinds, self._fill)
         if kinds not in live:
             while len(live) >= _LIVE:
                 del live[next(iter(live))]
@@ -110,7 +111,7 @@ class SuffixProgram:
         """
         starts, unit, load = [], 0, 0.0
         for q in range(stages, 0, -1):
-            table = self._costs.table(self._kinds[q]) if unit else self._first
+            table = self._costs.table(self._kinds[q], self._fill) if unit else self._first
             costs, loads = self._row(table, unit, q, threshold, longest)
             width = int(np.argmin(_joined(costs, h[q - 1, unit + 1 :], longest)))
             starts.append(unit)
@@ -145,7 +146,7 @@ class SuffixProgram:
         rows = [(mode.load[:1], mode.flights[:1]) for mode in self._first.modes]
         for kinds in sorted(set(self._kinds[1:])):
             if kinds:
-                modes = self._costs.table(kinds).modes
+                modes = self._costs.table(kinds, self._fill).modes
                 rows += [(mode.load[1:], mode.flights[1:]) for mode in modes]
         within = [x[(x > low) & (x < high) & (flights >= 1)] for x, flights in rows]
         return np.unique(np.concatenate(within))

@@ -27,6 +27,7 @@ Ints = NDArray[np.int64]
 Number = TypeVar("Number", np.float64, np.int64)
 # device type, memory, latency, seconds per byte, and the latter two for tied gradients
 Kind = tuple[int, int, float, float, float, float]
+StageKey = tuple[tuple[int, ...], float]  # devices and filling of a stage table
 Rectangle = tuple[int, int, int, int]  # first in [low, high], last in [from, to], inclusive
 
 _KEEP = 2**28  # bytes of cached stage tables, at least four tables
@@ -108,10 +109,8 @@ class PartitionTables:
         self.syncs = self.band(interval_sums(n, *_columns([(r, s) for r, s, _ in split])))
         self.sync_bytes = self.band(interval_sums(n, *_columns([(r, s * g) for r, s, g in split])))
         self.step = [self.additive(np.array(row, dtype=np.float64)) for row in problem.step]
-        self._variants: dict[tuple[int, float, bool], VariantTables] = {}
-        self.kept_tables: deque[tuple[dict[tuple[int, ...], StageCostTable], tuple[int, ...]]] = (
-            deque()
-        )
+        self._variants: dict[tuple[int, bool], VariantTables] = {}
+        self.kept_tables: deque[tuple[dict[StageKey, StageCostTable], StageKey]] = deque()
 
     def band(self, full: NDArray[Number]) -> NDArray[Number]:
         """Return a table over (first block, last block) as a band over units."""
@@ -136,12 +135,12 @@ class PartitionTables:
         each = sizes[self._leaving_value] if self._leaving else np.zeros(0, dtype=np.int64)
         return self.band(interval_sums(len(self.problem.blocks), self._leaving, each))
 
-    def variant(self, index: int, fill: float = 1.0, *, split: bool = False) -> VariantTables:
+    def variant(self, index: int, *, split: bool = False) -> VariantTables:
         """Return the tables at one microbatch size, made on first request.
 
-        fill: the schedule's. split: whether it splits backwards.
+        split: with split backwards.
         """
-        key = (index, fill, split)
+        key = (index, split)
         if key not in self._variants:
             self._variants[key] = VariantTables(self, *key)
         return self._variants[key]
@@ -150,8 +149,8 @@ class PartitionTables:
         """Drop the oldest stage tables of all variants until another fits in the budget."""
         each = 24 * len(self.problem.recompute) * self.units**2
         while len(self.kept_tables) >= max(4, _KEEP // each):
-            stages, kinds = self.kept_tables.popleft()
-            del stages[kinds]
+            stages, key = self.kept_tables.popleft()
+            del stages[key]
 
     def choice(self, variant: int, schedule: str, units: Iterable[int]) -> PartitionChoice:
         """Return the choice whose stages begin with these units."""
@@ -162,9 +161,9 @@ class PartitionTables:
 class VariantTables:
     """Interval tables at one microbatch size."""
 
-    def __init__(self, tables: PartitionTables, index: int, fill: float, split: bool) -> None:
+    def __init__(self, tables: PartitionTables, index: int, split: bool) -> None:
         """Sum this variant's seconds and bytes over all intervals."""
-        self.tables, self.fill, self.actions = tables, fill, 3 if split else 2
+        self.tables, self.actions = tables, 3 if split else 2
         self.variant = tables.problem.variants[index]
         variant = self.variant
         both = [
@@ -181,7 +180,7 @@ class VariantTables:
         self.received, self.moved = tables.receipts(kept)[0], tables.receipts(moved)[1]
         self.per_flight, self.standing = self._bytes(variant.activation, variant.workspace)
         self.per_flight += tables.sent(kept)
-        self._stages: dict[tuple[int, ...], StageCostTable] = {}
+        self._stages: dict[StageKey, StageCostTable] = {}
 
     def _bytes(self, activation: Sequence[int], workspace: Sequence[int]) -> tuple[Ints, Ints]:
         """Return bytes per microbatch in flight, and other bytes during the passes, per interval.
@@ -201,29 +200,31 @@ class VariantTables:
         devices = range(len(self.tables.problem.devices))
         return tuple(first.setdefault(_kind(self.tables.problem, (k,)), k) for k in devices)
 
-    def stage(self, device: int) -> StageCostTable:
-        """Return the table of stages on one device."""
-        return self.table((self.kinds[device],))
+    def stage(self, device: int, fill: float = 1.0) -> StageCostTable:
+        """Return the table of stages on one device. fill: the schedule's."""
+        return self.table((self.kinds[device],), fill)
 
-    def table(self, kinds: tuple[int, ...]) -> StageCostTable:
+    def table(self, kinds: tuple[int, ...], fill: float = 1.0) -> StageCostTable:
         """Return the table of stages on any of the devices: a relaxation of each.
 
         It is exact for one device. For several of one type it is that of a device with the best of
-        their links and memories; for several types the best of these entry by entry.
+        their links and memories; for several types the best of these entry by entry. fill: the
+        schedule's.
         """
-        if kinds not in self._stages:
+        key = (kinds, fill)
+        if key not in self._stages:
             problem = self.tables.problem
             types = sorted({problem.devices[k].type for k in kinds})
             groups = [[k for k in kinds if problem.devices[k].type == kind] for kind in types]
-            table = self.of_kind(_kind(problem, groups[0]))
+            table = self.of_kind(_kind(problem, groups[0]), fill)
             for group in groups[1:]:
-                table = table.joined(self.of_kind(_kind(problem, group)))
+                table = table.joined(self.of_kind(_kind(problem, group), fill))
             self.tables.make_room()
-            self._stages[kinds] = table
-            self.tables.kept_tables.append((self._stages, kinds))
-        return self._stages[kinds]
+            self._stages[key] = table
+            self.tables.kept_tables.append((self._stages, key))
+        return self._stages[key]
 
-    def of_kind(self, kind: Kind) -> StageCostTable:
+    def of_kind(self, kind: Kind, fill: float = 1.0) -> StageCostTable:
         """Return the table of stages on a device of this type, memory and links."""
         tables = self.tables
         type_, memory, latency, inverse, tie_latency, tie_inverse = kind
@@ -236,13 +237,13 @@ class VariantTables:
         found = []
         for again, each, standing in self._modes(type_):
             whole = seconds if again is None else seconds + again
-            load = (m - self.fill) * whole + sync + tables.step[type_]
+            load = (m - fill) * whole + sync + tables.step[type_]
             room = memory - standing
             # a stage without activations may have any number in flight
             flights = np.where(each > 0, room // np.maximum(each, 1), np.int64(2**40))
             there = (room >= 0) & (tables.updating <= memory) & tables.valid
             found.append(StageCostTable(
-                np.where(tables.valid, self.fill * whole, np.inf),
+                np.where(tables.valid, fill * whole, np.inf),
                 np.where(tables.valid, load, np.inf),
                 np.where(there, flights, np.int64(-1)),
             ))  # fmt: skip

@@ -59,10 +59,10 @@ def test_the_same_command_goes_on(
     assert out.count("loss") == 5 and f"5 steps are done and saved in {run}" in err
     out, err = train(str(run), 12, "--json", "--copies", "--save", str(tmp_path / "parts"))
     assert not default_root(read_identity(RunDir(run))).exists()  # given back
-    told = [json.loads(line) for line in out.splitlines()]
-    assert told[0] == {"from": 5}
-    assert [line["step"] for line in told if "step" in line] == list(range(6, 13))
-    assert {"ended": "steps", "steps": 12, "run": str(run), "saved": True} in told
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert lines[0] == {"from": 5}
+    assert [line["step"] for line in lines if "step" in line] == list(range(6, 13))
+    assert {"ended": "steps", "steps": 12, "run": str(run), "saved": True} in lines
     assert "already has 12 steps" in train(str(run), 12)[1]
     whole = str(tmp_path / "whole")
     train(whole, 12, "--save", str(tmp_path / "at once"))

@@ -23,6 +23,7 @@ from fxpart.planner.families.schedule_selection import (
     with_cut_schedules,
 )
 from fxpart.planner.prediction.plan_timeline import plan_timeline
+from fxpart.pricing.split_costs import SECONDS
 from fxpart.report.comparison_builder import compare
 from fxpart.report.recording_file import check_recording
 from fxpart.schedule.in_flight import count_in_flight
@@ -221,10 +222,10 @@ def planned(width: int, rows: int, memory: int = 2**40, **constraints: Any) -> P
         for i in range(4)
     )  # fmt: skip
     link = Link(source="*", target="*", latency=1e-6, bandwidth=1e11)
-    wishes = {"mesh": "none", "stages": 4, **constraints}
+    requested = {"mesh": "none", "stages": 4, **constraints}
     return fxpart.compile(
         Wide(width), Cluster(name="four", devices=devices, links=(link,)),
-        example_inputs=(torch.randn(rows, width),), loss=mean_square, constraints=wishes,
+        example_inputs=(torch.randn(rows, width),), loss=mean_square, constraints=requested,
     ).plan  # fmt: skip
 
 
@@ -252,3 +253,21 @@ def test_a_split_backward_needs_its_memory() -> None:
     assert most < max(row.tensors for row in wide.prediction.ranks)
     short = planned(256, 2048, int(most * 1.01 / 0.92), microbatches=8, recompute="none")
     assert short.schedule == "1f1b"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "found"])
+def test_each_schedule_pays_for_the_split(name: str) -> None:
+    """Each of the eight deferred products costs its host seconds once, and memory is kept."""
+    whole = planned(256, 2048, microbatches=8, schedule="1f1b").prediction.ranks
+    plan = planned(256, 2048, microbatches=8, schedule=name)
+    backward = [
+        sum(row.backward_seconds for row in rows) for rows in (whole, plan.prediction.ranks)
+    ]
+    assert any("W" in action for rank in plan_schedule(plan).ranks for action in map(str, rank))
+    assert backward[1] - backward[0] == pytest.approx(8 * SECONDS, rel=1e-6)
+    each = [
+        min(row.memory.activations / row.in_flight for row in rows)
+        for rows in (whole, plan.prediction.ranks)
+    ]
+    assert name == "zb-v" or each[1] > 1.2 * each[0]  # of virtual stages each is smaller

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import fsum
-from operator import add
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -170,8 +169,6 @@ class ScheduleSelector:
         places = SCHEDULES[name].assign_ranks(ranks, turns)
         problem = make_virtual_stage_problem(self.problem, places)
         problem = msgspec.structs.replace(problem, recompute=(mode,))
-        if SCHEDULES[name].splits_backward:
-            problem = _with_split_backwards(problem)
         best: tuple[float, PartitionChoice] | None = None
         for variant in range(len(problem.variants)):
             alone = msgspec.structs.replace(problem, variants=(problem.variants[variant],))
@@ -188,7 +185,8 @@ class ScheduleSelector:
         self, problem: PartitionProblem, choice: PartitionChoice, name: str, places: tuple[int, ...]
     ) -> float:
         """Return the simulated step time, as if each virtual stage fed the next."""
-        stages = PartitionScorer(problem).evaluate(choice).stages
+        named = msgspec.structs.replace(choice, schedule=name)
+        stages = PartitionScorer(problem).evaluate(named).stages
         edges = chain(len(stages))
         count = problem.variants[choice.variant].microbatches
         return simulate(
@@ -258,23 +256,6 @@ def make_virtual_stage_problem(
         min_stages=len(places),
         max_stages=len(places),
     )
-
-
-def _with_split_backwards(problem: PartitionProblem) -> PartitionProblem:
-    """Return the problem with what split backwards cost in its backwards."""
-    variants = [
-        msgspec.structs.replace(
-            one,
-            activation=tuple(map(max, one.activation, one.split.kept)),
-            backward=tuple(
-                tuple(map(add, back, more))
-                for back, more in zip(one.backward, one.split.seconds, strict=True)
-            ),
-        )
-        for one in problem.variants
-        if one.split is not None
-    ]
-    return msgspec.structs.replace(problem, variants=tuple(variants) or problem.variants)
 
 
 def compute_work_bound(problem: PartitionProblem) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import fsum
+from dataclasses import dataclass
 
 import msgspec
 
@@ -15,10 +15,12 @@ from fxpart.planner.prediction.step_simulation import StageTimes
 from fxpart.schedule.action import ActionKind
 from fxpart.schedule.plan_actions import format_plan_actions
 from fxpart.schedule.spec import FOUND
+from fxpart.solver.objective import PartitionScorer
 from fxpart.solver.order.problem import ScheduleProblem
 from fxpart.solver.order.search import search_schedule
 from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.schedule_costs import splits_backward
+from fxpart.solver.stage_graph.block_graph import regroup
 
 
 def with_searched_schedule(
@@ -31,17 +33,15 @@ def with_searched_schedule(
     itself, for these stages, is in the plan's ``provenance``. Raises FXP204 where a rank's memory
     cannot fit one microbatch.
     """
-    more = _list_split_seconds(plan, problem)
-    had = splits_backward(plan.schedule)
-    whole = plan.prediction.ranks
-    if had:
-        whole = _with_longer_backwards(whole, [-seconds for seconds in more])
+    more = _list_split_costs(plan, problem)
+    rows = plan.prediction.ranks
+    whole = _with_costs(rows, more, -1) if splits_backward(plan.schedule) else rows
     edges = edges_of(plan)
     times = StageTimes.of(whole, edges, stage_of(plan))
     firsts = {row.stage: row for row in reversed(whole)}
     mine = [firsts[stage] for stage in range(len(plan.stages))]
-    each = [_count_microbatch_bytes(row) for row in mine]
-    halves = [(seconds + extra) / 2 for seconds, extra in zip(times.backward, more, strict=True)]
+    each = [_count_microbatch_bytes(row) + one.bytes for row, one in zip(mine, more, strict=True)]
+    halves = [(time + one.seconds) / 2 for time, one in zip(times.backward, more, strict=True)]
     found = search_schedule(
         ScheduleProblem(
             stage_rank=stage_of(plan),
@@ -61,7 +61,7 @@ def with_searched_schedule(
         seed=seed,
     )
     split = any(one.kind is ActionKind.W for actions in found.schedule.ranks for one in actions)
-    rows = _with_longer_backwards(whole, more) if split else whole
+    rows = _with_costs(whole, more, 1) if split else whole
     prediction = msgspec.structs.replace(plan.prediction, ranks=rows)
     made = change_schedule(
         msgspec.structs.replace(plan, prediction=prediction),
@@ -73,25 +73,42 @@ def with_searched_schedule(
     return msgspec.structs.replace(made, provenance={**made.provenance, "schedule": reason})
 
 
-def _list_split_seconds(plan: Plan, problem: PartitionProblem) -> list[float]:
-    """Return by stage the seconds by which a split backward is longer than a whole one."""
-    variant = next(v for v in problem.variants if v.microbatches == plan.microbatches)
-    if variant.split is None:
-        return [0.0] * len(plan.stages)
-    return [
-        fsum(variant.split.seconds[problem.devices[k].type][stage.first : stage.last + 1])
-        + problem.action
-        for k, stage in enumerate(plan.stages)
-    ]
+@dataclass(frozen=True)
+class _SplitCost:
+    """What a microbatch of a stage costs more with a split backward: seconds and bytes."""
+
+    seconds: float
+    bytes: int
 
 
-def _with_longer_backwards(
-    rows: Sequence[RankPrediction], more: Sequence[float]
+def _list_split_costs(plan: Plan, problem: PartitionProblem) -> list[_SplitCost]:
+    """Return by stage the difference between split and whole backwards."""
+    ordered = regroup(problem, [(block,) for block in plan.order]) if plan.order else problem
+    scorer = PartitionScorer(ordered)
+    variant = next(v for v in ordered.variants if v.microbatches == plan.microbatches)
+    found = []
+    for k, stage in enumerate(plan.stages):
+        whole, split = (
+            scorer.stage(variant, k, stage.first, stage.last, 1, split=way) for way in (False, True)
+        )
+        bytes_ = split.memory.activations - whole.memory.activations
+        found.append(_SplitCost(split.backward_seconds - whole.backward_seconds, bytes_))
+    return found
+
+
+def _with_costs(
+    rows: Sequence[RankPrediction], more: Sequence[_SplitCost], sign: int
 ) -> tuple[RankPrediction, ...]:
-    return tuple(
-        msgspec.structs.replace(row, backward_seconds=row.backward_seconds + more[row.stage])
-        for row in rows
-    )
+    """Return the predictions with these costs added, or subtracted with -1."""
+    found = []
+    for row in rows:
+        one, flying = more[row.stage], max(row.in_flight, 1)
+        memory = msgspec.structs.replace(
+            row.memory, activations=row.memory.activations + sign * flying * one.bytes
+        )
+        seconds = row.backward_seconds + sign * one.seconds
+        found.append(msgspec.structs.replace(row, backward_seconds=seconds, memory=memory))
+    return tuple(found)
 
 
 def _count_microbatch_bytes(row: RankPrediction) -> int:

@@ -20,6 +20,7 @@ from fxpart.schedule.in_flight import activation_peak, count_in_flight
 from fxpart.schedule.make import make
 from fxpart.solver.objective import PartitionScorer, StageCost
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.schedule_costs import splits_backward
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class VirtualStageChoice:
         ends = (*(start - 1 for start in starts[1:]), len(self.problem.blocks) - 1)
         flying = count_in_flight(self.schedule)
         return tuple(
-            scorer.stage(variant, k, first, last, max(flying[k], 1))
+            scorer.stage(
+                variant, k, first, last, max(flying[k], 1), split=splits_backward(self.name)
+            )
             for k, (first, last) in enumerate(zip(starts, ends, strict=True))
         )
 

@@ -117,7 +117,7 @@ class Saver:
         self._replicator = copies
         self._strict = strict
         self._patience = patience
-        self._check_fence = fence if fence is not None else _ignore_fence
+        self._check_fence = fence or (lambda: None)
         self._staging = StagingBuffers()
         self._job: _SaveJob | None = None
 
@@ -395,7 +395,3 @@ def _merge_groups(
     for group in merged:
         group["params"] = sorted(set(group["params"]), key=place.__getitem__)
     return merged
-
-
-def _ignore_fence() -> None:
-    """Allow every write, where no generation of a run is known."""

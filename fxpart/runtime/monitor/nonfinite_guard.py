@@ -101,10 +101,16 @@ class NonFiniteGuard:
         warnings.warn(str(failure), NonFiniteNotice, stacklevel=6)
 
 
+def describe_nonfinite_loss(step: int, loss: float) -> str:
+    """Return FXP523 as text for the loss of a step, where updates are not checked here."""
+    return str(
+        error("FXP523", where=f"step {step}", why=f"the loss of step {step} is {loss}", fix=_FIX)
+    )
+
+
 def report_nonfinite_loss(step: int, loss: float) -> None:
     """Warn that the loss of a step is not finite, where updates are checked elsewhere."""
-    failure = error("FXP523", where=f"step {step}", why=f"the loss is {loss}", fix=_FIX)
-    warnings.warn(str(failure), NonFiniteNotice, stacklevel=4)
+    warnings.warn(describe_nonfinite_loss(step, loss), NonFiniteNotice, stacklevel=4)
 
 
 def _find_nonfinite_gradient(trainer: Trainer) -> str:

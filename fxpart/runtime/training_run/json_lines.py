@@ -12,6 +12,7 @@ from typing import IO, Any, BinaryIO, TypeVar
 import msgspec
 
 from fxpart.checkpoint.files import write
+from fxpart.checkpoint.run_directory import make_unwritable_error
 from fxpart.errors import FxpartError, error
 from fxpart.files import open_regular_file
 
@@ -61,7 +62,7 @@ class JsonLinesAppender:
                 self._file.seek(size - 1)
                 self._torn = self._file.read(1) != b"\n"
         except OSError as cause:
-            raise _unwritable(path, cause) from cause
+            raise make_unwritable_error(path, cause) from cause
 
     @property
     def is_attached(self) -> bool:
@@ -85,7 +86,7 @@ class JsonLinesAppender:
                     torn, self._torn = self._torn, True
                     os.ftruncate(self._file.fileno(), before)
                     self._torn = torn
-            raise _unwritable(self._path, cause) from cause
+            raise make_unwritable_error(self._path, cause) from cause
         self._torn = False
 
     def sync(self) -> None:
@@ -93,7 +94,7 @@ class JsonLinesAppender:
         try:
             os.fsync(self._file.fileno())
         except OSError as cause:
-            raise _unwritable(self._path, cause) from cause
+            raise make_unwritable_error(self._path, cause) from cause
 
     def close(self) -> None:
         """Close the file."""
@@ -119,10 +120,3 @@ def _decoded(decoder: Any, raw: bytes, path: Path, number: int) -> Any:
         if short and raw.startswith(b"{") and not raw.rstrip().endswith(b"}"):
             return None
         raise unreadable(path, str(cause), number) from cause
-
-
-def _unwritable(path: Path, cause: OSError) -> FxpartError:
-    why = cause.strerror or str(cause)
-    return error(
-        "FXP603", where=str(path), why=why, fix="free disk space, or use a writable folder"
-    )

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from fxpart.checkpoint.files import create_file, write
+from fxpart.checkpoint.run_directory import make_unwritable_error
 from fxpart.checkpoint.run_lock import PATIENCE, RunLock, lock_folder
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.training_run import generations
@@ -104,7 +105,6 @@ class RunJournal:
 
     def update(self, line: LedgerUpdate) -> None:
         """Record an update; FXP518 if it differs from its earlier execution, FXP521."""
-        self._fence.check()
 
         def record() -> None:
             self._restore_folder(line.step - 1)
@@ -133,7 +133,7 @@ class RunJournal:
             )
 
     def roll_back(self, line: LedgerRollback) -> None:
-        """Record that the run goes back to a checkpoint."""
+        """Record that the run goes back to a checkpoint; FXP521."""
         self._attempt(lambda: self._ledger.roll_back(line))
 
     def sync(self, step: int) -> None:
@@ -147,8 +147,7 @@ class RunJournal:
         self._attempt(flush, ends_row=False)  # old lines may be flushed while no new one fits
 
     def end(self, generation: int, *, step: int, how: str, why: str = "") -> None:
-        """Record the end of the generation."""
-        self._fence.check()
+        """Record the end of the generation; FXP521."""
         self._attempt(lambda: self._writer.end(generation, step=step, how=how, why=why))
 
     def close(self) -> None:
@@ -162,8 +161,10 @@ class RunJournal:
     def _attempt(self, do: Callable[[], object], *, ends_row: bool = True) -> None:
         """Call ``do``; report FXP603 once for failures in a row, or raise it if strict.
 
-        ends_row: success ends a row of failures.
+        Every write while the run trains goes through here: FXP521 where another process has resumed
+        the run. ends_row: success ends a row of failures.
         """
+        self._fence.check()
         try:
             do()
         except FxpartError as failure:
@@ -209,5 +210,4 @@ class RunJournal:
         except OSError as cause:
             with contextlib.suppress(OSError):
                 beside.unlink(missing_ok=True)
-            why, fix = cause.strerror or str(cause), "free disk space, or use a writable folder"
-            raise error(_UNWRITABLE, where=str(self._run.plan), why=why, fix=fix) from cause
+            raise make_unwritable_error(self._run.plan, cause) from cause

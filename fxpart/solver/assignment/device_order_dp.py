@@ -166,7 +166,7 @@ class DeviceOrderProgram:
         self.fleet, self.units, self.stages, self.deadline = fleet, tables.units, stages, deadline
         m = tables.problem.variants[variant].microbatches
         self._fill = get_fill_fraction(schedule, m, stages)
-        self._costs = tables.variant(variant, self._fill, split=splits_backward(schedule))
+        self._costs = tables.variant(variant, split=splits_backward(schedule))
         self._flying = [count_stage_in_flight(schedule, m, stages, k) for k in range(stages)]
         self._steps = [fleet.steps(stages, k) for k in range(stages)]
         self._key = (variant, schedule, self._fill)
@@ -208,7 +208,7 @@ class DeviceOrderProgram:
         """Return seconds, loads and microbatches in flight by (first unit, last unit)."""
         key = (*self._key, kind)
         if key not in self._known:
-            self._known[key] = _dense(self._costs.of_kind(kind))
+            self._known[key] = _dense(self._costs.of_kind(kind, self._fill))
         return self._known[key]
 
     def best(self, h: dict[Key, _Cell]) -> tuple[int, float]:

@@ -3,9 +3,9 @@
 State (q, i): q stages are still to come and begin with unit i. Counting from the end makes the
 memory of 1F1B exact, because the stage with q to go (itself included) has min(m, q) microbatches in
 flight. Under ZB-H1 each stage has as many as there are stages, and with few microbatches the
-filling depends on that number, too. A branch is exact if the number of
-its stages is irrelevant for every entry; otherwise it assumes the fewest, which is a relaxation. A
-*threshold* on the load of every stage turns T = sum filling + max load into a sum.
+filling depends on that number, too. A branch is exact if the number of its stages is irrelevant for
+every entry; otherwise it assumes the fewest, which is a relaxation. A *threshold* on the load of
+every stage turns T = sum filling + max load into a sum.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from fxpart.solver.problem import PartitionProblem, Recomputation, Variant
+from fxpart.solver.problem import PartitionProblem, Recomputation, SplitBackward, Variant
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,11 @@ def _variant(variant: Variant, groups: Sequence[Sequence[int]], kept: Sequence[i
         value_bytes=tuple(variant.value_bytes[v] for v in kept),
         collective=_rows([variant.collective], groups)[0] if variant.collective else (),
         recompute=tuple(_recomputation(one, groups) for one in variant.recompute),
-        split=None,  # its schedules do not split backwards
+        split=variant.split
+        and SplitBackward(
+            seconds=_rows(variant.split.seconds, groups),
+            kept=tuple(sum(variant.split.kept[b] for b in group) for group in groups),
+        ),
     )
 
 

@@ -53,8 +53,8 @@ def test_a_ledger_that_cannot_be_written_for_a_while(
         found, state = train(
             tmp_path / "run", 9, after_step=lambda step: switch(3 <= step < 6), every=4
         )
-    told = [text for text in texts if "FXP603" in text]
-    assert len(told) == 1 and os.strerror(code) in told[0] and "training continues" in told[0]
+    warned = [text for text in texts if "FXP603" in text]
+    assert len(warned) == 1 and os.strerror(code) in warned[0] and "training continues" in warned[0]
     assert found.steps == 9 and found.saved
     summary = check_ledger(tmp_path / "run" / "steps.jsonl")
     assert summary.problems == () and summary.gaps == ((4, 6),)
@@ -104,8 +104,8 @@ def test_a_folder_that_goes_while_the_run_trains(kind: str, tmp_path: Path) -> N
 
     with heard() as texts:
         found, state = train(run, 9, after_step=remove, every=4)
-    told = [text for text in texts if "removed or moved away" in text]
-    assert len(told) == 1 and "FXP603" in told[0] and "step 6" in told[0]
+    warned = [text for text in texts if "removed or moved away" in text]
+    assert len(warned) == 1 and "FXP603" in warned[0] and "step 6" in warned[0]
     assert found.saved and folder.newest(run / "checkpoints").manifest.step == 9
     assert check_ledger(run / "steps.jsonl").gaps == ((1, 5),) and is_finished_run(run)
     whole, others = train(tmp_path / "whole", 9)

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite: told, skipped, stopped at, or gone back from."""
+"""A loss or gradient that is not finite: reported, skipped, a reason to stop, or rolled back."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ KINDS = ["gradient", "loss"]
 def test_a_loss_is_told(tmp_path: Path) -> None:
     """Its gradients are zero, so the state stays finite."""
     found, state, texts = run(tmp_path, "loss", "warn", 12)
-    (told,) = [text for text in texts if "FXP523" in text]
-    assert f"rank 0, step {BAD}" in told and "the loss is nan" in told
+    (warning,) = [text for text in texts if "FXP523" in text]
+    assert f"rank 0, step {BAD}" in warning and "the loss is nan" in warning
     assert found.steps == 12 and all(torch.isfinite(tensor).all() for tensor in state.values())
 
 
@@ -94,8 +94,8 @@ def test_a_loss_is_told(tmp_path: Path) -> None:
 def test_a_gradient_is_told_and_a_finite_checkpoint_is_kept(tmp_path: Path) -> None:
     kind = "gradient"
     found, state, texts = run(tmp_path, kind, "warn", 12)
-    told = [text for text in texts if "FXP523" in text]
-    assert f"rank 0, step {BAD}" in told[0] and "head.weight" in told[0]
+    warned = [text for text in texts if "FXP523" in text]
+    assert f"rank 0, step {BAD}" in warned[0] and "head.weight" in warned[0]
     assert not all(torch.isfinite(tensor).all() for tensor in state.values())
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-0000000004", "step-0000000010", "step-0000000012"]
@@ -148,8 +148,8 @@ def test_a_run_that_goes_back(kind: str, tmp_path: Path) -> None:
     found, state, texts = run(tmp_path / "a", kind, "rollback", 8, every=3)
     assert same(state, by_hand([1, 2, 3, 6, 7, 8, 9, 10])) and found.steps == 8
     assert any("goes back from step 5 to step 3" in text for text in texts)
-    told = check_ledger(tmp_path / "a" / "steps.jsonl")
-    assert (told.problems, told.steps) == ((), 8)
+    summary = check_ledger(tmp_path / "a" / "steps.jsonl")
+    assert (summary.problems, summary.steps) == ((), 8)
     # Resumed after it, and killed before the next checkpoint after it.
     run(tmp_path / "b", kind, "rollback", 5, every=3)
     assert same(run(tmp_path / "b", kind, "rollback", 8, every=3)[1], state)

@@ -21,7 +21,15 @@ from fxpart.runtime.training_run.generations import (
     GenerationWriter,
     load_generations,
 )
-from fxpart.runtime.training_run.ledger import check_ledger, read_updates
+from fxpart.runtime.training_run.ledger import (
+    LedgerGeneration,
+    LedgerRollback,
+    LedgerUpdate,
+    check_ledger,
+    read_updates,
+)
+from fxpart.runtime.training_run.options import Checkpoints
+from fxpart.runtime.training_run.run_journal import RunJournal
 
 SCRIPT = """
 import sys
@@ -225,3 +233,27 @@ def test_the_launcher_has_the_lock_between_two_starts(tmp_path: Path) -> None:
     finally:
         first.kill()
         first.communicate()
+
+
+def test_a_journal_of_an_older_job_writes_nothing(tmp_path: Path) -> None:
+    """No line of any kind: an update, a rollback, a mark at a save, or the end."""
+    journal = RunJournal(Checkpoints(tmp_path))
+    start = journal.begin_generation(-1, world=1, plan="")
+    journal.begin_ledger(LedgerGeneration(generation=1, after=0, world=1, same=""), "")
+    line = {"epoch": 0, "batches": 1, "rows": 2, "loss": 1.0, "digest": ""}
+    journal.update(LedgerUpdate(step=1, first=0, **line))
+    other = GenerationWriter(RunDir(tmp_path).generations)
+    other.begin(2, world=1, step=0, reached=1, plan="", writer="other")
+    other.close()
+    files = [RunDir(tmp_path).ledger, RunDir(tmp_path).generations]
+    before = [path.read_bytes() for path in files]
+    for write in (
+        lambda: journal.update(LedgerUpdate(step=2, first=1, **line)),
+        lambda: journal.roll_back(LedgerRollback(step=2, after=0)),
+        lambda: journal.sync(1),
+        lambda: journal.end(start.generation, step=1, how="steps"),
+    ):
+        with pytest.raises(FxpartError, match="FXP521"):
+            write()
+    journal.close()
+    assert [path.read_bytes() for path in files] == before

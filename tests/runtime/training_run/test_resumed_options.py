@@ -1,4 +1,4 @@
-"""What is requested of a resumed run is applied, or rejected, or at least told."""
+"""What is requested of a resumed run is applied, rejected, or at least reported."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_options_of_the_optimizer_are_applied(change: dict[str, Any], tmp_path: 
     with heard() as texts:
         _, state = train(tmp_path, 8, trainer={"optimizer": partial(SGD, **{**given, **change})})
     assert same(state, by_hand(8, {5: change}))
-    (told,) = [text for text in texts if "continues after step 5" in text]
+    (warning,) = [text for text in texts if "continues after step 5" in text]
     for name, value in change.items():
-        assert f"{name} {value:g} instead of" in told
+        assert f"{name} {value:g} instead of" in warning
     # It is what the run has now: the same again is no change, and the first options are one.
     with heard() as texts:
         _, state = train(tmp_path, 9, trainer={"optimizer": partial(SGD, **{**given, **change})})
@@ -100,14 +100,14 @@ def test_options_of_the_trainer_are_told(tmp_path: Path) -> None:
     train(tmp_path, 4)
     with heard() as texts:
         train(tmp_path, 6, trainer={"clip_norm": 0.1}, fit={"accumulate": 2})
-    (told,) = [text for text in texts if "continues after step 4" in text]
-    assert "clip_norm 0.1 instead of None" in told and "accumulate 2 instead of 1" in told
+    (warning,) = [text for text in texts if "continues after step 4" in text]
+    assert "clip_norm 0.1 instead of None" in warning and "accumulate 2 instead of 1" in warning
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [3, 4])
 def test_data_of_another_length(steps: int, tmp_path: Path) -> None:
-    """Within an epoch its batches are others; between two epochs that is told."""
+    """Within an epoch its batches are others; between two epochs that is reported."""
     train(tmp_path, steps, data=rows(4))
     if steps == 4:
         with heard() as texts:
