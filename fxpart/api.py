@@ -64,7 +64,7 @@ from fxpart.solver.progress import planning_progress
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
-    from fxpart.interop import PipelineStages
+    from fxpart.interop.torch_pipeline import PipelineStages
     from fxpart.schedule.weight_modes import WeightMode
     from fxpart.solver.joint.problem import JointProblem
     from fxpart.solver.progress import Progress
@@ -439,7 +439,7 @@ class Program:
         the plan's. batch: a global batch with the shapes of training, by default the example batch.
         weights: as for :meth:`trainer`. FXP109 if the plan's stages are not a chain.
         """
-        from fxpart.interop import pipeline_stages
+        from fxpart.interop.torch_pipeline import pipeline_stages
 
         self._require_loss()
         return pipeline_stages(

@@ -44,7 +44,7 @@ _SUMMARIES = {
     "plan": "Plan stages, devices and microbatches for a model, and write the plan.",
     "explain": "Explain a plan, an error code or a page of the documentation.",
     "validate": "Check plan files and list all problems.",
-    "export": "Write each rank's program as readable Python.",
+    "export": "Write each rank's program as Python, or a plan for another engine.",
     "train": "Train a target with a plan, in one process or several.",
     "scale": "Change the number of ranks of a running job.",
     "emulate": "Emulate the effect of stale weights on a model's loss, in one process.",

@@ -42,6 +42,10 @@ class _CommandWithConstraints(click.Command):
     show_default=True,
     help="all: include heterogeneous stages and schedules that cannot be trained yet.",
 )
+@click.option(
+    "--from", "source", type=click.Path(), metavar="FILE",
+    help="Price a configuration of torchtitan or Megatron-LM, and compare it with the best plan.",
+)  # fmt: skip
 @click.option("--nproc", metavar="MIN:MAX", help="With --run: plan for these numbers of ranks.")
 @click.option("--run", type=click.Path(), help="Run folder in which plans are stored for later.")
 @json_option
@@ -49,6 +53,7 @@ def command(
     path: str | None,
     dump: str | None,
     space: str,
+    source: str | None,
     nproc: str | None,
     run: str | None,
     as_json: bool,
@@ -58,9 +63,13 @@ def command(
 
     With -o plan.json, the costed problem is also written, as plan.problem.json. With --nproc
     MIN:MAX --run DIR, a plan for each of these numbers of ranks is stored for the run in DIR, where
-    `fxpart train` finds them when ranks are lost or return.
+    `fxpart train` finds them when ranks are lost or return. With --from FILE, the decisions of
+    another engine's configuration are priced for TARGET on the cluster, and compared with the best
+    plan of the whole search space, which -o writes.
     """
     request = CommandLineRequest(**options)
+    if source is not None:
+        return _compare(request, source, path, as_json)
     if nproc is not None or run is not None:
         return _plan_in_advance(request, nproc, run, as_json)
     if dump is not None and not dump.endswith((".toml", ".json")):
@@ -83,6 +92,20 @@ def command(
     _write(
         program.plan, program.costed() if path is not None else None, program.work, path, as_json
     )
+    return 0
+
+
+def _compare(request: CommandLineRequest, source: str, path: str | None, as_json: bool) -> int:
+    """Compare another engine's configuration with the best plan; write that plan if requested."""
+    from fxpart.cli.plan_from import compare_with, print_comparison
+    from fxpart.solver.joint.archive import get_problem_path, save
+
+    found = compare_with(request, source)
+    if path is not None:
+        found.best.plan.dump(path)
+        save(found.best.problem, get_problem_path(path))
+        output.note(f"wrote {path} and {get_problem_path(path)}")
+    print_comparison(found, as_json)
     return 0
 
 

@@ -1,5 +1,1 @@
-"""Stages of fxpart for other pipeline runtimes."""
-
-from fxpart.interop.torch_pipeline import PipelineStages, pipeline_stages
-
-__all__ = ["PipelineStages", "pipeline_stages"]
+"""Other engines: stages for torch.distributed.pipelining, and configurations of their own."""

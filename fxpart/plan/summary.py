@@ -70,7 +70,7 @@ def summary_rows(plan: Plan, work: ModelWork | None = None) -> list[tuple[str, s
         ("model", f"{units.count(model.parameters)} parameters "
          f"({units.size(model.parameter_bytes)}), {units.plural(model.nodes, 'op')} in "
          f"{units.plural(model.blocks, 'block')}"),
-        ("stages", _stages(plan)),
+        ("stages", describe_stages(plan)),
         ("schedule", describe_schedule(plan)),
         ("batch", f"{plan.batch_size} samples in {units.plural(plan.microbatches, 'microbatch')}"),
         ("step time", f"{units.seconds(plan.prediction.expected_seconds)} predicted "
@@ -169,7 +169,7 @@ def _title(plan: Plan) -> str:
     return _shortened(f"Plan of {plan.model.name} on {plan.cluster.name}: {ranks}")
 
 
-def _stages(plan: Plan) -> str:
+def describe_stages(plan: Plan) -> str:
     """Return the number of stages and the layouts of their ranks."""
     count = units.plural(len(plan.stages), "stage")
     layouts = list(dict.fromkeys(map(layout, plan.stages)))

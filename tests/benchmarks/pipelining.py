@@ -45,7 +45,7 @@ class Pair:
         import torch.distributed.pipelining as pipelining
 
         import fxpart
-        from fxpart.interop import PipelineStages
+        from fxpart.interop.torch_pipeline import PipelineStages
         from fxpart.runtime import Trainer, connect
 
         torch.manual_seed(0)

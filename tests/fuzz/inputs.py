@@ -82,6 +82,26 @@ def slurm() -> list[Sample]:
 # Schedules and recordings
 
 
+def read_engine(path: Path) -> object:
+    from fxpart.interop.engines import read_configuration
+
+    _, run = read_configuration(str(path))
+    return run.resolve(64)
+
+
+def engines(*files: str) -> Callable[[], list[Sample]]:
+    def samples() -> list[Sample]:
+        import sample_plans
+
+        from fxpart.interop.engines import ENGINES, find_degrees
+
+        degrees = find_degrees(sample_plans.plan(4, 8))
+        names = {file: ENGINES[file.partition(".")[0]] for file in files}
+        return plain("text", *(spec.write(degrees).files[file] for file, spec in names.items()))
+
+    return samples
+
+
 def read_schedule(path: Path) -> object:
     from fxpart.schedule.files import implied_edges, load
     from fxpart.schedule.verify import check

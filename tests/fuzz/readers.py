@@ -48,6 +48,16 @@ READERS: dict[str, Reader] = {
         inputs.schedules(csv=True),
         ("schedule.files.contents",),
     ),
+    "engine-toml": Reader(
+        in_file("engine.toml", inputs.read_engine),
+        inputs.engines("torchtitan.toml"),
+        ("interop.engines.read_configuration",),
+    ),
+    "engine-arguments": Reader(
+        in_file("engine.args", inputs.read_engine),
+        inputs.engines("megatron.args", "torchtitan.args"),
+        ("interop.engines.read_configuration",),
+    ),
     "recording": Reader(inputs.read_recording, inputs.recordings, ("report.recording_file.load",)),
     "recording-compared": Reader(deeper.read_compared, inputs.recordings, ()),
     "partition-problem": Reader(

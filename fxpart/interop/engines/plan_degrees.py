@@ -1,0 +1,174 @@
+"""The decisions of a plan in the terms that training engines share: one degree for all stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxpart.plan.model import Plan, Stage
+from fxpart.schedule.spec import SCHEDULES
+from fxpart.sharding.mesh import Mesh
+from fxpart.solver.joint.constraints.block_names import find_layer_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanDegrees:
+    """A plan as one mesh of pipeline, data and tensor ranks.
+
+    Degrees that differ between stages are those of most stages. pipeline: number of stages.
+    virtual: stages of the program per rank. microbatch_rows: rows of a microbatch on one
+    data-parallel rank. layers: by stage of the program, its transformer layers, as (first, end);
+    None where the names of the blocks are not known, or the model has no stack of layers. inside:
+    the stages of the program that begin within a layer. sequence: length of the inputs, if it is
+    known. lost: what no engine of this kind can express.
+    """
+
+    plan: Plan
+    data: int
+    tensor: int
+    expert: int
+    pipeline: int
+    zero: int
+    recompute: str
+    virtual: int
+    microbatches: int
+    microbatch_rows: int
+    layers: tuple[tuple[int, int], ...] | None
+    inside: tuple[int, ...]
+    sequence: int | None
+    lost: tuple[str, ...]
+
+    @property
+    def world(self) -> int:
+        """The number of ranks of the engine."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def rows(self) -> int:
+        """The rows of the global batch that the engine computes per step."""
+        return self.microbatch_rows * self.microbatches * self.data
+
+    @property
+    def layer_count(self) -> int | None:
+        """The number of layers of the model, if it is known."""
+        return self.layers[-1][1] if self.layers else None
+
+    @property
+    def has_equal_stages(self) -> bool:
+        """Whether every stage of the program has the same number of layers."""
+        return self.layers is not None and len({end - first for first, end in self.layers}) == 1
+
+    @property
+    def ranks_per_host(self) -> tuple[int, int]:
+        """The hosts of the plan's ranks, and the most ranks on one of them."""
+        hosts = Counter(self.plan.device(rank).host for rank in range(self.plan.world))
+        count = max(len(hosts), 1)
+        return count, -(-self.world // count)
+
+
+def find_degrees(plan: Plan, blocks: Sequence[str] = ()) -> PlanDegrees:
+    """Return the plan's degrees. blocks: the names of the model's blocks, where they are known."""
+    stages = [plan.stages[k] for k in plan.firsts]
+    kept, _ = Counter(map(_degrees, stages)).most_common(1)[0]
+    data, tensor, expert, zero, recompute = kept
+    parts = data * plan.microbatches
+    rows = max(1, plan.batch_size // parts)
+    layers, inside = _find_layers(plan, blocks)
+    return PlanDegrees(
+        plan=plan, data=data, tensor=tensor, expert=expert, pipeline=len(stages), zero=zero,
+        recompute=recompute, virtual=plan.virtual, microbatches=plan.microbatches,
+        microbatch_rows=rows, layers=layers, inside=inside, sequence=_find_sequence(plan),
+        lost=tuple(_find_lost(plan, stages, kept, rows * parts)),
+    )  # fmt: skip
+
+
+def _degrees(stage: Stage) -> tuple[int, int, int, int, str]:
+    return (
+        stage.data_parallel, stage.tensor_parallel, stage.expert_parallel, stage.zero,
+        stage.recompute,
+    )  # fmt: skip
+
+
+def _find_lost(
+    plan: Plan, stages: Sequence[Stage], kept: tuple[int, int, int, int, str], rows: int
+) -> list[str]:
+    """Return what of the plan an engine with one mesh and synchronous steps cannot express."""
+    found = []
+    others = [stage for stage in stages if _degrees(stage) != kept]
+    if others:
+        listed = "; ".join(f"stage {stage.index}: {_describe(_degrees(stage))}" for stage in others)
+        found.append(f"Degrees that differ between stages ({listed}): all get {_describe(kept)}.")
+    if plan.replicas:
+        groups = ", ".join("/".join(map(str, dict.fromkeys(group))) for group in plan.replicas)
+        found.append(f"Replicas of single stages (stages {groups}): each stage is there once.")
+    if plan.staleness:
+        found.append(f"Queues with staleness {', '.join(map(str, plan.staleness))}.")
+    spec = SCHEDULES.get(plan.schedule)
+    if spec is not None and not spec.flushes:
+        found.append(f"The asynchronous pipeline with weights {plan.weights!r}: it is flushed.")
+    if plan.devices:
+        listed = ", ".join(plan.device(rank).name for rank in range(min(plan.world, 8)))
+        found.append(f"The choice of devices ({listed}{', ...' if plan.world > 8 else ''}).")
+    if plan.order:
+        found.append("The order of the blocks, which differs from that of the model.")
+    if any(target - source != 1 for source, target, _ in plan.stage_edges) and not plan.replicas:
+        found.append("Transfers that skip a stage.")
+    if plan.transfer_dtype:
+        found.append(f"Transfers in {plan.transfer_dtype}: they have the dtype of the activations.")
+    if rows != plan.batch_size:
+        found.append(f"Microbatches of different sizes: the batch is {rows} and not "
+                     f"{plan.batch_size} rows.")  # fmt: skip
+    found += _find_lost_axes(plan)
+    placed = plan.sharding.placed if plan.sharding is not None else ()
+    if placed and kept[1] > 1:
+        found.append(f"The placements of {len(placed)} groups of tensors: the engine has its own.")
+    return found
+
+
+def _find_lost_axes(plan: Plan) -> list[str]:
+    """Return a sentence for each axis of the mesh that is neither a data nor a tensor axis."""
+    axes = Mesh.parse(plan.sharding.mesh).axes if plan.sharding is not None else ()
+    return [
+        f"The mesh axis {name}={size}: its ranks count as tensor-parallel ones."
+        for name, size in axes
+        if name not in ("dp", "tp") and size > 1
+    ]
+
+
+def _describe(degrees: tuple[int, int, int, int, str]) -> str:
+    data, tensor, expert, zero, recompute = degrees
+    words = [f"dp{data}", f"tp{tensor}", f"zero{zero}", f"recompute {recompute}"]
+    return " ".join(words + ([f"ep{expert}"] if expert > 1 else []))
+
+
+def _find_sequence(plan: Plan) -> int | None:
+    """Return the second dim of the first integer input with a batch dim."""
+    for given in plan.model.inputs:
+        if given.dtype.startswith("int") and given.batch_dim == 0 and len(given.shape) == 2:
+            length = given.shape[1]
+            return length if isinstance(length, int) else None
+    return None
+
+
+def _find_layers(
+    plan: Plan, blocks: Sequence[str]
+) -> tuple[tuple[tuple[int, int], ...] | None, tuple[int, ...]]:
+    """Return the layers of each stage of the program, and the stages that begin within a layer.
+
+    A layer belongs to the stage in which it begins.
+    """
+    if len(blocks) != plan.model.blocks or plan.order or plan.replicas:
+        return None, ()
+    found = find_layer_blocks(blocks)
+    if not found:
+        return None, ()
+    begins = [first for first, _ in found]
+    layers, inside = [], []
+    for number, (first, last, _) in enumerate(plan.program_stages):
+        own = [index for index, begin in enumerate(begins) if first <= begin <= last]
+        before = sum(begin < first for begin in begins)
+        layers.append((own[0], own[-1] + 1) if own else (before, before))
+        if any(start < first <= end for start, end in found):
+            inside.append(number)
+    return tuple(layers), tuple(inside)

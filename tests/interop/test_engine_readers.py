@@ -1,0 +1,161 @@
+"""Configurations of other engines as constraints of the planner, and what would be faster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_calls import call
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpart.errors import FxpartError
+from fxpart.interop.engines import ENGINES, read_configuration
+
+TOML = """
+[training]
+local_batch_size = 8
+seq_len = 2048
+[parallelism]
+data_parallel_shard_degree = 2
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "Interleaved1F1B"
+pipeline_parallel_microbatch_size = 2
+module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["norm"]]
+context_parallel_degree = 1
+[activation_checkpoint]
+mode = "full"
+"""
+MEGATRON = """#!/bin/bash
+torchrun pretrain_gpt.py \\
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size=2 \\
+    --pipeline-model-parallel-layout "Ett|tL" \\
+    --micro-batch-size 1 --global-batch-size 32 --bf16 \\
+    --use-distributed-optimizer --recompute-activations  # in the middle
+"""
+
+
+def read(text: str, folder: Path) -> dict[str, object]:
+    path = folder / "engine.toml"
+    path.write_text(text)
+    spec, run = read_configuration(str(path))
+    found = run.resolve(8)
+    return {"engine": spec.name, "batch": found.batch_size, "lost": found.lost,
+            **found.constraints}  # fmt: skip
+
+
+def test_toml_of_torchtitan(tmp_path: Path) -> None:
+    found = read(TOML, tmp_path)
+    (sentence,) = found.pop("lost")  # type: ignore[misc]
+    assert "boundaries" in sentence
+    assert found == {
+        "engine": "torchtitan", "batch": 16, "tp": 2, "pp": 2, "dp": 2, "zero": 2,
+        "schedule": "interleaved", "virtual": 2, "recompute": "full", "precision": "bf16",
+        "microbatches": 4,
+    }  # fmt: skip
+
+
+def test_defaults_of_torchtitan_use_all_devices(tmp_path: Path) -> None:
+    found = read("[training]\nlocal_batch_size = 4\nglobal_batch_size = 64\n", tmp_path)
+    assert (found["dp"], found["zero"], found["microbatches"], found["batch"]) == (8, 3, 2, 64)
+    assert found["recompute"] == "selective" and found["lost"] == ()
+
+
+def test_script_of_megatron(tmp_path: Path) -> None:
+    found = read(MEGATRON, tmp_path)
+    assert found == {
+        "engine": "megatron", "batch": 32, "lost": (), "tp": 2, "pp": 2, "dp": 2, "zero": 1,
+        "recompute": "selective", "precision": "bf16", "layout": "Ett|tL", "schedule": "1f1b",
+        "microbatches": 16,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "why"),
+    [
+        ("[parallelism]\ntensor_parallel_degree = 0\n", "FXP407", "tensor_parallel_degree"),
+        ("[parallelism]\ntensor_parallel_degree = 'two'\n", "FXP407", "integer"),
+        ("[parallelism]\npipeline_parallel_schedule = 3\npipeline_parallel_degree = 2", "FXP407",
+         "text"),
+        ("[parallelism\n", "FXP407", "no option of"),
+        ("[training]\n[training]\n", "FXP407", "not TOML"),
+        ("--micro-batch-size 'open", "FXP407", "no list of arguments"),
+        ("--micro-batch-size 1 --tensor-model-parallel-size 16", "FXP502", "needs 16 devices"),
+        ("plain text", "FXP407", "torchtitan and megatron"),
+    ],
+)  # fmt: skip
+def test_wrong_files_are_refused(text: str, code: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(FxpartError) as refused:
+        read(text, tmp_path)
+    assert refused.value.code == code and why in str(refused.value)
+
+
+@given(st.text(max_size=200))
+def test_readers_raise_their_own_error_for_any_text(text: str) -> None:
+    heads = ("[parallelism]\n", "--tensor-model-parallel-size 1 ", "--parallelism.x 1\n")
+    for spec in ENGINES.values():
+        for head in heads if spec.read is not None else ():
+            assert spec.read is not None
+            try:
+                spec.read(head + text, "given").resolve(8)
+            except FxpartError as refused:
+                assert refused.code in ("FXP407", "FXP502")
+
+
+TARGET = """
+import torch
+from torch import nn
+import fxpart
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+def work():
+    torch.manual_seed(0)
+    batch = torch.randn(2048, 512), torch.randn(2048, 512)
+    return fxpart.Workload(Layers(), batch, loss=nn.MSELoss())
+"""
+
+
+@pytest.mark.slow
+def test_plan_from_prices_today_and_what_is_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two stages that recompute are slower than the best plan, of which they are a special case."""
+    (tmp_path / "layers.py").write_text(TARGET)
+    target = f"{tmp_path}/layers.py:work"
+    run = tmp_path / "run.sh"
+    run.write_text(
+        "--pipeline-model-parallel-size 2 --micro-batch-size 256 --global-batch-size 2048 "
+        "--recompute-granularity full --pipeline-model-parallel-layout 'Et|tttttL'"
+    )
+    best = tmp_path / "best.json"
+    out, _ = call(
+        capsys, "plan", target, "-c", "1x2xa100", "--from", str(run), "-o", str(best), "--json"
+    )
+    found = json.loads(out)
+    assert found["engine"] == "megatron" and found["batch_size"] == 2048 and found["lost"] == []
+    assert found["today"] > found["best"] and found["speedup"] == found["today"] / found["best"]
+    assert any(change["path"].startswith("stages") for change in found["changes"])
+    stored = json.loads(best.read_text())
+    assert stored["batch_size"] == 2048 and stored["precision"] == "fp32"
+    # The same decisions without --from have the same step time.
+    out, _ = call(
+        capsys, "plan", target, "-c", "1x2xa100", "--space", "all", "-b", "2048", "-o",
+        str(tmp_path / "same.json"), "--fix", "pp=2", "--fix", "dp=1", "--fix", "tp=1", "--fix",
+        "zero=0", "--fix", "recompute=full", "--fix", "microbatches=8", "--fix", "schedule=1f1b",
+        "--layout", "Et|tttttL",
+    )  # fmt: skip
+    same = json.loads((tmp_path / "same.json").read_text())["prediction"]
+    assert same["simulated_seconds"] == found["today"]
+    out, _ = call(capsys, "plan", target, "-c", "1x2xa100", "--from", str(run))
+    assert "today " in out and "times as fast" in out
