@@ -27,6 +27,7 @@ ENTRY_POINTS = {
     "finish": TrainerCallKind.UPDATE,
     "eval_step": TrainerCallKind.EVALUATE,
     "evaluate": TrainerCallKind.EVALUATE,
+    "predict_with_loss": TrainerCallKind.EVALUATE,
     "predict": TrainerCallKind.EVALUATE,
     "gradients": TrainerCallKind.STATE,
     "load_checkpoint": TrainerCallKind.STATE,

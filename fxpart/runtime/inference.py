@@ -42,6 +42,18 @@ class Inference(StatefulTrainer):
         reading, result, outputs = self._outputs(batch, local, loss=False)
         return self._build_outputs(reading, result, outputs, first_only=first_only)
 
+    def predict_with_loss(
+        self, batch: Any, *, first_only: bool = False, local: bool = False
+    ) -> tuple[torch.Tensor | None, Any]:
+        """Return loss and outputs of a batch with one pipelined forward in evaluation mode.
+
+        The loss is equal on every rank, None if the program has none. Outputs and arguments are
+        those of :meth:`predict`.
+        """
+        reading, result, outputs = self._outputs(batch, local, loss=True)
+        found = self._build_outputs(reading, result, outputs, first_only=first_only)
+        return result.loss, found
+
     def evaluate(
         self,
         batches: Iterable[Any],

@@ -84,15 +84,20 @@ class Trainer(Inference):
             self.update()  # Raises for a trainer without an optimizer.
         return loss
 
-    def backward(self, batch: Any, *, local: bool = False) -> torch.Tensor:
+    def backward(
+        self, batch: Any, *, local: bool = False, weight: float | None = None
+    ) -> torch.Tensor:
         """Add the batch's gradients to those since the last update; return the loss.
 
         :meth:`update` averages over the batches. A batch is weighted by the divisor of its loss,
-        such as its valid tokens, or by its rows if the divisor cannot be computed from inputs.
+        such as its valid tokens, or by its rows if the divisor cannot be computed from inputs; or
+        by ``weight``, which must be equal on every rank.
         """
-        return self._backward(batch, closing=False, local=local)
+        return self._backward(batch, closing=False, local=local, weight=weight)
 
-    def _backward(self, batch: Any, *, closing: bool, local: bool) -> torch.Tensor:
+    def _backward(
+        self, batch: Any, *, closing: bool, local: bool, weight: float | None = None
+    ) -> torch.Tensor:
         """closing: an update follows, so final gradients may be reduced at once."""
         if not self.spec.loss:
             raise error(
@@ -106,7 +111,8 @@ class Trainer(Inference):
         mode = "last training" if closing else "training"
         self.events.step = self.updates + 1
         self.events.write(self._reads)
-        weighed = not closing or self._accumulation.batches > 0
+        weighed = weight is None and (not closing or self._accumulation.batches > 0)
+        mode += "" if weight is None else f" of weight {weight!r}"
         read = self._read(self._source, batch, mode, local, weighed=weighed)
         self._check_training_rows(read)
         if self._stale:
@@ -114,7 +120,7 @@ class Trainer(Inference):
         try:
             cuts = self._feed.parts(read.cut)
             keys = self._keys(read.cut)
-            weight = read.weight
+            weight = read.weight if weight is None else weight
             factor = self._accumulation.factor(weight)
             self._shards.closing = closing
             loss = self._engine.run(cuts, keys, train=True, gate=read.confirm, factor=factor).loss
