@@ -16,8 +16,9 @@ from fxpart.report.stage_tables import largest
 PAGES = (
     "api", "asynchronous_training", "benchmarks", "checkpoint_format", "checkpoints_and_failures",
     "converting_a_script", "custom_ops_and_passes", "errors", "getting_started", "glossary",
-    "heterogeneous_devices", "how_a_plan_is_found", "numerical_equivalence", "other_engines",
-    "parallelism", "planning_for_a_cluster", "schedules", "supported", "understanding_a_plan",
+    "heterogeneous_devices", "how_a_plan_is_found", "integrations", "numerical_equivalence",
+    "other_engines", "parallelism", "planning_for_a_cluster", "schedules", "supported",
+    "understanding_a_plan",
 )  # fmt: skip
 
 # Earlier names of pages, with the page that has their content now.
@@ -57,7 +58,7 @@ def command(subject: str, name: str | None, memory: bool, as_json: bool) -> int:
     Pages: `api`, `asynchronous_training`, `benchmarks`, `checkpoint_format`,
     `checkpoints_and_failures`, `converting_a_script`,
     `custom_ops_and_passes`, `errors`, `getting_started`, `glossary`, `heterogeneous_devices`,
-    `how_a_plan_is_found`, `numerical_equivalence`, `other_engines`, `parallelism`,
+    `how_a_plan_is_found`, `integrations`, `numerical_equivalence`, `other_engines`, `parallelism`,
     `planning_for_a_cluster`, `schedules`, `supported`, `understanding_a_plan`.
     """
     if re.fullmatch(r"(?i)fxp\d+", subject):

@@ -1,4 +1,4 @@
-"""TrainingArguments that a plan cannot honour; they are refused together, none is ignored."""
+"""TrainingArguments that a plan cannot honor; they are refused together, none is ignored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpart.errors import FxpartError, Problem
 _OPTIMIZERS = frozenset(
     ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd", "stable_adamw")
 )
-# By name: the values that are honoured, why others are not, and what to use instead.
+# By name: the values that are honored, why others are not, and what to use instead.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "fp16": ((False,), "float16 needs loss scaling, which fxpart does not implement", "use bf16"),
     **dict.fromkeys(
@@ -74,7 +74,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
 
 
 def check_training_arguments(args: Any) -> None:
-    """Raise FXP109 and FXP115 with every argument that a plan cannot honour."""
+    """Raise FXP109 and FXP115 with every argument that a plan cannot honor."""
     problems = list(_find_problems(args))
     if problems:
         raise FxpartError(problems)
@@ -101,9 +101,9 @@ def disable_checkpointing(args: Any) -> Iterator[None]:
 
 
 def _find_problems(args: Any) -> Iterator[Problem]:
-    for name, (honoured, why, fix) in _REFUSED.items():
+    for name, (honored, why, fix) in _REFUSED.items():
         value = getattr(args, name, None)
-        if value is not None and value not in honoured:
+        if value is not None and value not in honored:
             yield _problem(f"{name}={value!r}", why, fix)
     if str(getattr(args.optim, "value", args.optim)) not in _OPTIMIZERS:
         name = str(getattr(args.optim, "value", args.optim))

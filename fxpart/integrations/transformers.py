@@ -42,7 +42,7 @@ class PlannedTrainer(transformers.Trainer):
     Arguments are those of ``transformers.Trainer``, and keywords of :func:`fxpart.compile` such as
     ``cluster``, ``constraints`` and ``plan``. The global batch has ``per_device_train_batch_size``
     rows per process; the plan decides which rank computes which. A TrainingArguments field that a
-    plan cannot honour raises FXP109 or FXP115. ``model`` gets the trained weights when the
+    plan cannot honor raises FXP109 or FXP115. ``model`` gets the trained weights when the
     trainer saves (on rank 0), when training ends, and by :meth:`write_weights`.
     """
 

@@ -200,7 +200,7 @@ def test_ranks_with_other_rows_are_refused(pool: Pool, tmp_path: Path) -> None:
         assert isinstance(failure, FxpartError) and failure.code == "FXP501"
 
 
-def test_everything_that_cannot_be_honoured_is_refused_together() -> None:
+def test_everything_that_cannot_be_honored_is_refused_together() -> None:
     with pytest.raises(FxpartError) as caught:
         programs.make_trainer(
             PlannedTrainer,
