@@ -18,36 +18,17 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.runtime import Callback, EarlyStopping, Event, JsonLines, StepInfo, Trainer, no_decay
+from fxpart.errors import FxpartError
+from fxpart.runtime import (
+    Callback,
+    EarlyStopping,
+    JsonLines,
+    TensorBoardLogger,
+    Trainer,
+    no_decay,
+)
 
 MISSING = "TensorBoard is not installed (pip install tensorboard): steps.jsonl is written alone"
-
-
-class TensorBoard(Callback):
-    """Writes losses, rates and norms as scalars; rank 0 does. Needs the package tensorboard."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        """ImportError where the package is missing."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder)) if rank == 0 else None
-
-    def on_step(self, info: StepInfo) -> None:
-        """Numbers of the step."""
-        if self.writer is not None:
-            self.writer.add_scalar("train/loss", info.loss, info.step)
-            self.writer.add_scalar("train/lr", info.lr[0], info.step)
-            self.writer.add_scalar("train/grad_norm", info.grad_norm or 0.0, info.step)
-            self.writer.add_scalar("train/rows_per_second", info.rows_per_second, info.step)
-
-    def on_event(self, event: Event) -> None:
-        """Numbers of an evaluation; the file is complete when the run ends, however it does."""
-        if self.writer is None:
-            return
-        for name, value in event.values.items():
-            self.writer.add_scalar(f"evaluation/{name}", value, event.step)
-        if event.kind in ("end", "failure"):
-            self.writer.close()
 
 
 def callbacks(folder: Path, rank: int) -> list[Callback]:
@@ -56,8 +37,8 @@ def callbacks(folder: Path, rank: int) -> list[Callback]:
         folder.mkdir(parents=True, exist_ok=True)
     found: list[Callback] = [JsonLines(folder / "steps.jsonl")]
     try:
-        found.append(TensorBoard(folder, rank))
-    except ImportError:
+        found.append(TensorBoardLogger(folder))
+    except FxpartError:
         if rank == 0:
             print(MISSING, file=sys.stderr)
     return found

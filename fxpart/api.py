@@ -166,7 +166,7 @@ def compile(
                 is_multi_rank_job() and chosen.check is not None and chosen.check.status == "passed"
             ):
                 front.compare()
-            with log_phase("generate the program"):
+            with log_phase("generate the program", area="codegen"):
                 parts = apply_plan(front.captured, front.graph, front.info, chosen)
             return Program(chosen, request=front.request, **fields_of(parts))
         check_trainable(front.request.constraints)
@@ -526,7 +526,7 @@ def _solve(
     plan = agree_on_plan(describe_request(front, microbatches), search, devices)
     if made:
         return made[0]
-    with log_phase("generate the program"):
+    with log_phase("generate the program", area="codegen"):
         parts = apply_plan(front.captured, front.graph, front.info, plan)
     request = request_of(front.request, plan)
     return Program(plan, request=request, annotations=front.annotations, **fields_of(parts))

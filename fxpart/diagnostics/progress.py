@@ -15,24 +15,27 @@ from fxpart.environment import get_variables
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-_log = logging.getLogger("fxpart")
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
-def log_phase(name: str, level: int = logging.INFO) -> Iterator[None]:
-    """Log a phase with its seconds, and pass its name to the listener when it begins."""
+def log_phase(name: str, level: int = logging.INFO, *, area: str = "planner") -> Iterator[None]:
+    """Log a phase with its seconds, and pass its name to the listener when it begins.
+
+    area: of the logger, such as "planner" for "fxpart.planner".
+    """
+    log = logging.getLogger(f"fxpart.{area}")
     listener = _listener.get()
     if listener is not None:
         listener(name)
-    _log.debug("%s: started", name)
+    log.debug("%s: started", name)
     begin = time.perf_counter()
     try:
         yield
     except BaseException:
-        _log.debug("%s: failed after %.2f s", name, time.perf_counter() - begin)
+        log.debug("%s: failed after %.2f s", name, time.perf_counter() - begin)
         raise
-    _log.log(level, "%s: %.2f s", name, time.perf_counter() - begin)
+    log.log(level, "%s: %.2f s", name, time.perf_counter() - begin)
 
 
 @contextmanager
@@ -46,7 +49,10 @@ def listen_to_phases(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 class ProgressBar:
-    """One line on a terminal or in a notebook: a title, a bar, and the elapsed time."""
+    """One line on a terminal or in a notebook: a title, a bar, and the elapsed time.
+
+    With a total, also the time that is left.
+    """
 
     def __init__(self, title: str, display: Progress, task: TaskID) -> None:
         """display, task: of rich."""
@@ -77,11 +83,19 @@ def progress_bar(
         return
     from rich.console import Console
     from rich.errors import LiveError
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
+    remaining = () if total is None else (TextColumn("left"), TimeRemainingColumn())
     display = Progress(
         SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20),
-        TimeElapsedColumn(), console=Console(stderr=True), transient=True,
+        TimeElapsedColumn(), *remaining, console=Console(stderr=True), transient=True,
     )  # fmt: skip
     task = display.add_task(title, total=total)
     try:

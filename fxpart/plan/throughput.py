@@ -54,6 +54,25 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
+class RowFigures(msgspec.Struct, frozen=True):
+    """What one row of a batch costs, to convert measured steps; None where not known.
+
+    tokens: per row. mfu_seconds: the step time per row at which the MFU is 1.
+    """
+
+    tokens: float | None = None
+    mfu_seconds: float | None = None
+
+
+def compute_row_figures(plan: Plan, work: ModelWork | None = None) -> RowFigures:
+    """Return the tokens and the ideal seconds of one row of the plan's batch."""
+    found = compute_throughput(plan, work)
+    seconds, rate = plan.prediction.expected_seconds, found.samples_per_second
+    tokens = None if not rate or found.tokens_per_second is None else found.tokens_per_second / rate
+    ideal = None if found.mfu is None else found.mfu * seconds / plan.batch_size
+    return RowFigures(tokens, ideal)
+
+
 def compute_throughput(plan: Plan, work: ModelWork | None = None) -> Throughput:
     """Return the throughput of a plan; ``work`` is not part of a plan file."""
     seconds = plan.prediction.expected_seconds

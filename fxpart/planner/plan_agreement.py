@@ -39,7 +39,7 @@ _WARN_AFTER = 10.0  # seconds of waiting after which a warning is logged
 _READ_TIMEOUT = 5.0  # seconds that rank 0 waits for the others to read why there is no plan
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05  # seconds between polls
 
-_log = logging.getLogger("fxpart")
+_log = logging.getLogger("fxpart.planner")
 
 
 class PlanReply(msgspec.Struct, frozen=True):

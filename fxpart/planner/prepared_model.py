@@ -105,7 +105,7 @@ def prepare_model(
     )
     model, loss = plain_module(gather_model_dtensors(model)), options.get("loss")
     refuse_gradient_hooks(model, loss)
-    with log_phase("capture the model"):
+    with log_phase("capture the model", area="capture"):
         captured = _capture(
             model,
             gather_batch_dtensors(given[0]),
@@ -131,7 +131,7 @@ def prepare_model(
     captured = replace(captured, guard=guard, guarded=guard.covered(captured.state))
 
     def compare() -> ModuleCheck:
-        with log_phase("check the captured program"):
+        with log_phase("check the captured program", area="capture"):
             checked = _as_on_module_device(captured, graph, granularity)
             return check_module(model, loss, captured, checked, seed=request.seed, check=check)
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 from fxpart.runtime.callbacks import Callback, EarlyStopping, Event, JsonLines, StepInfo
 from fxpart.runtime.host.gpus import local_device
 from fxpart.runtime.optimizer.parameter_groups import no_decay
+from fxpart.runtime.run_loggers import (
+    MLflowLogger,
+    PrometheusFile,
+    TensorBoardLogger,
+    WandbLogger,
+)
 from fxpart.runtime.trainer import Trainer
 from fxpart.runtime.training_run import Checkpoints
 from fxpart.runtime.transport.in_process import InProcess
@@ -18,9 +24,13 @@ __all__ = [
     "Event",
     "InProcess",
     "JsonLines",
+    "MLflowLogger",
     "ProcessGroupTransport",
+    "PrometheusFile",
     "StepInfo",
+    "TensorBoardLogger",
     "Trainer",
+    "WandbLogger",
     "connect",
     "local_device",
     "no_decay",

@@ -13,7 +13,7 @@ from typing import IO, Any, Literal
 from fxpart.diagnostics.progress import ProgressBar
 from fxpart.errors import error
 
-_log = logging.getLogger("fxpart")
+_log = logging.getLogger("fxpart.runtime")
 
 Kind = Literal["start", "evaluation", "epoch", "fallback", "slow", "failure", "end"]
 
@@ -26,7 +26,11 @@ class StepInfo:
     epoch: completed passes over the data. loss: mean over the rows of the update's batches. lr: of
     each parameter group. grad_norm: the global norm before clipping, None if not computed
     (``log_grad_norm=True``). rows: of the global batches. seconds: since the end of the previous
-    step, including data loading; on GPUs until the loss was known. rank: of this process.
+    step, including data loading; on GPUs until the loss was known. rank: of this process. busy:
+    seconds of computation by rank in this step, where processes on CPUs measure it, else empty.
+    peak_memory: peak bytes so far, of tensors on this process's GPU or resident on the CPU. tokens:
+    of the global batches, None for models without tokens. mfu: model FLOPs utilization, None where
+    FLOPs or peaks are not known.
     """
 
     step: int
@@ -37,11 +41,30 @@ class StepInfo:
     rows: int
     seconds: float
     rank: int
+    busy: tuple[float, ...] = ()
+    peak_memory: int = 0
+    tokens: int | None = None
+    mfu: float | None = None
 
     @property
     def rows_per_second(self) -> float:
         """Rows of the global batch per second."""
         return self.rows / self.seconds if self.seconds else math.inf
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of the global batch per second."""
+        return None if self.tokens is None or not self.seconds else self.tokens / self.seconds
+
+    @property
+    def bubble(self) -> float | None:
+        """Fraction of the step in which the ranks do not compute, 0 to 1.
+
+        It includes transfers, the optimizer and data loading; None where ``busy`` is empty.
+        """
+        if not self.busy or not self.seconds:
+            return None
+        return min(1.0, max(0.0, 1.0 - sum(self.busy) / (len(self.busy) * self.seconds)))
 
 
 @dataclass(frozen=True)
@@ -127,7 +150,7 @@ class JsonLines(Callback):
 
 
 class RunProgress(Callback):
-    """Logs a run to the logger "fxpart" on rank 0, and shows it on a progress bar.
+    """Logs a run to the logger "fxpart.runtime" on rank 0, and shows it on a progress bar.
 
     INFO: events; DEBUG: steps. bar: None where none is shown.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from fxpart.diagnostics.progress import progress_bar
 from fxpart.errors import error
+from fxpart.plan.throughput import RowFigures
 from fxpart.runtime.batch.batch_iterator import call_user_function, iterate_batches
 from fxpart.runtime.callbacks import (
     AnyCallback,
@@ -22,6 +23,7 @@ from fxpart.runtime.callbacks import (
     RunProgress,
     StepInfo,
 )
+from fxpart.runtime.monitor.memory_footprint import read_peak_memory
 from fxpart.runtime.monitor.nonfinite_guard import MOST_SKIPPED, REACTIONS, NonFiniteGuard
 from fxpart.runtime.monitor.straggler_detector import Straggler
 from fxpart.runtime.optimizer.facade import check_scheduler
@@ -130,11 +132,12 @@ class FitLoop:
         self._batches = batches
         self._kept = None if run.kept is None else RunSession(self, run.kept)
         self._progress = RunProgress(None)
+        self._figures: RowFigures | None = None
         self._last = time.perf_counter()
 
     def go(self) -> FitResult:
         """Run to the end; report a failure to the callbacks and raise it on every rank."""
-        with progress_bar("fxpart fit", self.run.progress, self.run.steps) as bar:
+        with progress_bar("fxpart fit", self.run.progress, self._planned_updates()) as bar:
             self._progress = RunProgress(bar)
             return self._run()
 
@@ -167,6 +170,18 @@ class FitLoop:
                 self._kept.close()
         saved = None if self._kept is None else self._kept.saved
         return FitResult(self.step, self.position.epoch, why, self.loss, self.values, saved)
+
+    def _planned_updates(self) -> int | None:
+        """Return the updates of the whole run, including those before a checkpoint; None if
+        unknown.
+        """
+        run, found = self.run, []
+        if run.steps is not None:
+            found.append(run.steps)
+        if isinstance(self._batches, Sized) and (run.epochs or run.steps is None):
+            each = -(-len(self._batches) // run.accumulate)
+            found.append(each * (run.epochs or 1))
+        return min(found, default=None)
 
     def settle(self) -> None:
         """Finish minibatches in flight and report them."""
@@ -243,11 +258,13 @@ class FitLoop:
     def _update(self, group: list[Any]) -> bool:
         """Update with these batches; return False if the run went back to a checkpoint instead."""
         trainer, total, rows, weights = self.trainer, 0.0, 0, 0.0
+        busy: list[tuple[int, ...]] = []
         for index, batch in enumerate(group):
             last = index + 1 == len(group)
             loss = trainer.step(batch, accumulate=not last, local=self.run.local)
             total, rows = total + float(loss) * trainer.last_weight, rows + trainer.last_rows
             weights += trainer.last_weight
+            busy.append(trainer.pace.last)
         if self.guard is not None and self.guard.rejected and not self._handle_rejection(group):
             return False
         self.loss, self.step = total / weights, self.step + 1
@@ -255,15 +272,37 @@ class FitLoop:
         lr = self._get_learning_rates()
         if self.run.scheduler_every == "step":
             self._schedule()
-        now = time.perf_counter()
-        norm = trainer.last_grad_norm
-        info = StepInfo(
-            self.step, self.position.epoch, self.loss, lr, None if norm is None else float(norm),
-            rows, now - self._last, trainer.rank,
-        )  # fmt: skip
-        self._last = now
-        self.report_step(info)
+        self.report_step(
+            self.make_info((self.step, self.position.epoch), self.loss, lr, rows, busy)
+        )
         return True
+
+    def make_info(
+        self,
+        position: tuple[int, int],
+        loss: float,
+        lr: tuple[float, ...],
+        rows: int,
+        busy: Sequence[tuple[int, ...]],
+    ) -> StepInfo:
+        """Return what callbacks get of an update, and start the time of the next one.
+
+        position: step and epoch. busy: nanoseconds of computation by rank, of each batch.
+        """
+        trainer, norm, now = self.trainer, self.trainer.last_grad_norm, time.perf_counter()
+        seconds, self._last = now - self._last, now
+        if self._figures is None:
+            given = trainer.row_figures
+            self._figures = RowFigures() if given is None else given()
+        tokens, ideal = self._figures.tokens, self._figures.mfu_seconds
+        known = bool(busy) and all(busy)
+        return StepInfo(
+            *position, loss, lr, None if norm is None else float(norm), rows, seconds, trainer.rank,
+            busy=tuple(sum(each) / 1e9 for each in zip(*busy, strict=True)) if known else (),
+            peak_memory=read_peak_memory(trainer.local_device),
+            tokens=None if tokens is None else round(tokens * rows),
+            mfu=None if ideal is None or not seconds else ideal * rows / seconds,
+        )  # fmt: skip
 
     def _handle_rejection(self, group: list[Any]) -> bool:
         """Skip a rejected update (True), go back to a checkpoint (False), or stop: FXP523."""

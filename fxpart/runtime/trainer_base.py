@@ -12,6 +12,7 @@ from torch import nn
 from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.diagnostics.rank_event import LEFT
 from fxpart.errors import FxpartError, error
+from fxpart.plan.throughput import RowFigures
 from fxpart.program.spec import ProgramSpec
 from fxpart.rng import RepeatedKey, microbatch_key
 from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource
@@ -89,7 +90,8 @@ class TrainerBase(EntryPoints):
     several stages share stay sparse. is_asynchronous: stages do not wait for
     each other between steps. repeats: repeated training is bitwise identical, if the device's
     operations are. guard: called before each batch is read; raises if a constant of the program has
-    changed. divisors: buffers whose sums divide losses.
+    changed. divisors: buffers whose sums divide losses. row_figures: returns what a row of a batch
+    costs by the plan.
     """
 
     watch: ModuleWatch | None = None
@@ -98,6 +100,7 @@ class TrainerBase(EntryPoints):
     is_asynchronous = False
     repeats = True
     guard: Callable[[], int] | None = None
+    row_figures: Callable[[], RowFigures] | None = None
 
     def __init__(
         self,
@@ -219,6 +222,11 @@ class TrainerBase(EntryPoints):
             self._meshes.close()
         self._transport.close()
         self._pinned.restore()
+
+    @property
+    def local_device(self) -> torch.device:
+        """The device of this process's first rank."""
+        return self._devices[self._transport.local[0]]
 
     # -- internals --------------------------------------------------------------------------------
 

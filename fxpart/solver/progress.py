@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fxpart.diagnostics.progress import listen_to_phases, progress_bar
 from fxpart.units import percent, seconds
 
-_log = logging.getLogger("fxpart")
+_log = logging.getLogger("fxpart.planner")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
 from fxpart.plan.prediction import busy_by_rank
 from fxpart.plan.schedule import parse_schedule, recomputed, stage_of
+from fxpart.plan.throughput import compute_row_figures
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime import InProcess, ProcessGroupTransport, Trainer, connect, heartbeat
 from fxpart.runtime.asynchronous import AsyncTrainer
@@ -61,7 +62,7 @@ def make_trainer(
     captured = program.captured
     ambient = TorchModes(captured.default_dtype, captured.precision, kind, captured.mode_change)
     with (
-        log_phase("make the trainer"),
+        log_phase("make the trainer", area="runtime"),
         announce_call("program.trainer"),
         disable_torch_modes(ambient, TrainerCallKind.MAKE, "program.trainer"),
     ):
@@ -130,6 +131,7 @@ def _make_trainer(
         # together.
         update = copies.update if type(made) is Trainer else None
         made.guard = lambda: guard(update)
+    made.row_figures = lambda: compute_row_figures(plan, program.work)
     return _attach_plan(made, plan)
 
 
@@ -322,6 +324,8 @@ def _attach_plan(
 ) -> Trainer | AsyncTrainer | QueueTrainer:
     """Store in the trainer what its checkpoints record about the plan."""
     made.divisors.renew()
+    if made.row_figures is None:
+        made.row_figures = lambda: compute_row_figures(plan)
     made.plan_text, made.fingerprint = plan.dumps(), plan.model.fingerprint
     return made
 

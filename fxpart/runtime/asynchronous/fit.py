@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fxpart.diagnostics.exception_text import describe_exception
 from fxpart.errors import FxpartError, error
-from fxpart.runtime.callbacks import StepInfo
 from fxpart.runtime.fit import FitLoop, FitOptions
 from fxpart.runtime.monitor.nonfinite_guard import report_nonfinite_loss
 from fxpart.runtime.training_run.run_digests import CompletedUpdate
@@ -67,17 +65,6 @@ class AsyncFit(FitLoop):
         ] = {}  # By call: the update and its learning rates.
         self._finite = True  # the newest loss
         self._aborted = False  # this rank has failed and the other ranks do not know it yet
-
-    def _planned_updates(self) -> int | None:
-        """Return the updates of the whole run, including those before a checkpoint; None if
-        unknown.
-        """
-        run, found = self.run, []
-        if run.steps is not None:
-            found.append(run.steps)
-        if isinstance(self._batches, Sized) and (run.epochs or run.steps is None):
-            found.append(len(self._batches) * (run.epochs or 1))
-        return min(found, default=None)
 
     def _anneal(self) -> None:
         """Set the annealing length of a weight mode that anneals the learning rate, if it is
@@ -142,19 +129,14 @@ class AsyncFit(FitLoop):
 
     def _report_step(self, call: int, loss: float) -> None:
         done, rates = self._rows.pop(call)
-        now, norm = time.perf_counter(), self._async_trainer.last_grad_norm
         finite = math.isfinite(loss)
         if self._finite and not finite and self._async_trainer.rank == 0:
             report_nonfinite_loss(done.step, loss)
         self._finite = finite
         self.loss = loss
         self._write_ledger(done, loss)
-        info = StepInfo(
-            done.step, done.epoch, loss, rates, None if norm is None else float(norm),
-            done.rows, now - self._last, self._async_trainer.rank,
-        )  # fmt: skip
-        self._last = now
-        self.report_step(info)
+        busy = [self._async_trainer.pace.last]
+        self.report_step(self.make_info((done.step, done.epoch), loss, rates, done.rows, busy))
 
     def guarded(self, what: str, do: Callable[[], T]) -> T:
         """Call ``do``; if it raises while minibatches are in flight, abort all ranks.

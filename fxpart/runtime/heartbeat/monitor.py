@@ -40,7 +40,7 @@ _FIX = {
 }
 _OTHER_FIX = "fix the error on that rank and restart the job"
 
-_log = logging.getLogger("fxpart")
+_log = logging.getLogger("fxpart.runtime.heartbeat")
 
 
 class HeartbeatMonitor:

@@ -153,6 +153,13 @@ def read_peak_bytes() -> int:
     return _read_status("VmHWM") or _read_peak_usage()
 
 
+def read_peak_memory(device: torch.device) -> int:
+    """Return the peak bytes of tensors on a GPU, or resident bytes of this process for a CPU."""
+    if is_accelerator(device):
+        return int(get_device_module(device).max_memory_allocated(device))
+    return read_peak_bytes()
+
+
 def _reset_peak() -> bool:
     """Reset the kernel's peak to the current resident set; return whether it was possible."""
     try:

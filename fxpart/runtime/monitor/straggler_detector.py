@@ -63,7 +63,8 @@ class Straggler:
 class StragglerDetector:
     """Detects ranks whose computation has become slow.
 
-    past: by rank, its fastest computation time per step (median of a window); empty at first.
+    last: nanoseconds of computation by rank in the last step, empty where not known. past: by rank,
+    its fastest computation time per step (median of a window); empty at first.
     listeners: called with each :class:`Straggler`, on every rank after the same step.
     """
 
@@ -75,6 +76,7 @@ class StragglerDetector:
         self._stage = {rank: stage for stage, row in enumerate(places) for rank in row}
         self._rows: deque[Sequence[int]] = deque(maxlen=window)
         self._seen = 0
+        self.last: tuple[int, ...] = ()
         self.past: dict[int, float] = {}
         self._planned: dict[int, float] = {}
         self._slow: set[int] = set()
@@ -90,6 +92,7 @@ class StragglerDetector:
 
         Does nothing if one process runs all ranks.
         """
+        self.last = tuple(busy) if all(busy) else ()
         if len(busy) < 2 or len(busy) != len(self._stage) or not all(busy):
             return
         self._seen += 1

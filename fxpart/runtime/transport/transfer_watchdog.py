@@ -21,7 +21,7 @@ from fxpart.runtime.transport.interface import BACKWARD, FORWARD, Route, Transfe
 _PERIOD = 0.5  # Seconds between polls.
 _LONG = 5.0  # Seconds after which the rank counts as waiting.
 _NAMES = {FORWARD: "activations", BACKWARD: "gradients"}
-_log = logging.getLogger("fxpart")
+_log = logging.getLogger("fxpart.runtime.transport")
 
 
 class _WatchedTransfer(NamedTuple):
