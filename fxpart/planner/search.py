@@ -195,15 +195,18 @@ class _MeshPricer:
     ) -> tuple[Plan, GeneratedProgram]:
         """Return the best plan on the request's mesh and devices in one order.
 
-        Placements are selected for an assumed number of microbatches. Where they do not fit, or
-        fill most of a device's memory, they are selected for more microbatches too, which need less
-        memory at once, as long as that helps. Raises as :meth:`price`.
+        Placements are selected for an assumed number of microbatches, then for that of the plan if
+        it differs. Where they do not fit, or fill most of a device's memory, they are selected for
+        more microbatches too, which need less memory at once. All of this as long as it helps.
+        Raises as :meth:`price`.
         """
         front, microbatches = self.front, self.microbatches
         best: tuple[Plan, GeneratedProgram] | None = None
         last: FxpartError | SlowerThanIncumbentError | None = None
         tried: list[fx.GraphModule] = []
-        for assumed in _assumed_counts(front, request, assignment):
+        counts = _assumed_counts(front, request, assignment)
+        while counts:
+            assumed = counts.pop(0)
             placed = assignment if assumed is None else replace(assignment, microbatches=assumed)
             try:
                 made = solve_exactly(
@@ -231,8 +234,13 @@ class _MeshPricer:
             if best is not None and plan_seconds(made[0], model) >= plan_seconds(best[0], model):
                 break
             best, incumbent = made, min(incumbent, plan_seconds(made[0], model))
-            if front.info.nodes > _LARGE or _memory_use(made[0]) < _TIGHT:
+            if front.info.nodes > _LARGE:
                 break
+            if _memory_use(made[0]) < _TIGHT:
+                counts.clear()
+            found = made[0].microbatches
+            if found not in (assumed or assignment.microbatches or microbatches or 1, *counts[:1]):
+                counts.insert(0, found)
         if best is None:
             assert last is not None, "there is an assumed number"
             raise last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from fxpart.sharding import REPLICATE, Mesh, Placement, Placements, Shard
 from fxpart.solver.placement.problem import PlacementProblem
 
 Map = NDArray[np.int64]
+Rows = tuple[int, str]  # a mesh axis, and a symbol in the sizes of dims
 
 
 @dataclass(frozen=True)
@@ -69,24 +70,63 @@ class PlacementMapping:
         """
         found = list(choice)
         cut: list[set[str]] = [set() for _ in self.mesh.axes]
-        for node, placed in self.ops.items():
-            option = placed.options[placed.at(choice[placed.root])]
-            assert isinstance(option, OpOption), "ops have options"
-            for axis, name in enumerate(option.strategy):
-                cut[axis] |= self.symbols[node].get(name, frozenset())
+        for axis, symbol in self.list_sharded_rows(choice):
+            cut[axis].add(symbol)
         for node, placed in self.sources.items():
             if node.op != "placeholder":
                 continue
-            port = placed.options[choice[placed.root]]
-            assert not isinstance(port, OpOption), "sources have ports"
-            wanted = tuple(self._cut(node, p, cut[axis]) for axis, p in enumerate(port[0]))
+            wanted = self._cut_all(node, _placements(placed.options[choice[placed.root]]), cut)
             found[placed.root] = next(
                 (i for i, p in enumerate(placed.options) if _placements(p) == wanted),
                 choice[placed.root],
             )
         return tuple(found)
 
-    def _cut(self, node: fx.Node, placement: Placement | None, cut: set[str]) -> Placement | None:
+    def forbid(self, decided: Mapping[Rows, bool]) -> dict[int, list[int]] | None:
+        """Return the strategies left of each node that loses some; None if a node loses all.
+
+        decided: whether an axis shards the dims of a symbol. If not, no op may; if it does, inputs
+        with such a dim are sharded along it.
+        """
+        lost: dict[int, set[int]] = {}
+        for node, placed in self.ops.items():
+            for strategy in range(len(placed.options if placed.map is None else placed.map)):
+                option = placed.options[placed.at(strategy)]
+                assert isinstance(option, OpOption), "ops have options"
+                if any(
+                    not decided.get((axis, symbol), True)
+                    for axis, name in enumerate(option.strategy)
+                    for symbol in self.symbols[node].get(name, ())
+                ):
+                    lost.setdefault(placed.root, set()).add(strategy)
+        cut = [{s for (at, s), wanted in decided.items() if wanted and at == axis}
+               for axis in range(len(self.mesh.axes))]  # fmt: skip
+        for node, placed in self.sources.items():
+            if node.op == "placeholder":
+                ports = [_placements(option) for option in placed.options]
+                for strategy, port in enumerate(ports):
+                    if port != (wanted := self._cut_all(node, port, cut)) and wanted in ports:
+                        lost.setdefault(placed.root, set()).add(strategy)
+        counts = [len(self.problem.kinds[kind].seconds) for kind in self.problem.nodes]
+        left = {v: [i for i in range(counts[v]) if i not in gone] for v, gone in lost.items()}
+        return left if all(left.values()) else None
+
+    def list_sharded_rows(self, choice: Sequence[int]) -> Iterator[Rows]:
+        """Yield axis and symbol of every dim with such a size that the choice shards somewhere."""
+        for node, placed in self.ops.items():
+            option = placed.options[placed.at(choice[placed.root])]
+            assert isinstance(option, OpOption), "ops have options"
+            for axis, name in enumerate(option.strategy):
+                for symbol in sorted(self.symbols[node].get(name, ())):
+                    yield axis, symbol
+
+    def _cut_all(
+        self, node: fx.Node, placements: Placements, cut: Sequence[Set[str]]
+    ) -> Placements:
+        """Return an input's placements with each replicated axis sharded by the axis's symbols."""
+        return tuple(self._cut(node, p, cut[axis]) for axis, p in enumerate(placements))
+
+    def _cut(self, node: fx.Node, placement: Placement | None, cut: Set[str]) -> Placement | None:
         """Return the placement of an input on an axis that shards these symbols."""
         if placement != REPLICATE:
             return placement
@@ -108,12 +148,12 @@ class PlacementMapping:
         """Return the placements of every input and of all state, by node name."""
         found = {}
         for node, placed in self.sources.items():
-            port = placed.options[choice[placed.root]]
-            assert not isinstance(port, OpOption), "sources have ports"
-            found[node.name] = port[0]
+            found[node.name] = _placements(placed.options[choice[placed.root]])
         return found
 
 
-def _placements(option: object) -> object:
+def _placements(option: object) -> Placements:
     """Return the placements of a source's port."""
-    return option[0] if isinstance(option, tuple) else None
+    assert isinstance(option, tuple), "sources have ports"
+    placements: Placements = option[0]
+    return placements

@@ -27,17 +27,13 @@ from fxpart.pricing.placement_edges import ReshardCosts
 from fxpart.pricing.placement_graph import find_fused_strategies, read_dataflow
 from fxpart.pricing.placement_mapping import PlacementMapping, StateCosts
 from fxpart.pricing.placement_options import OpFamilies, Strategy
+from fxpart.pricing.placement_rows import solve_rows
 from fxpart.pricing.sparse_gradients import touched_bytes
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import BatchSplit, Sizes, captured_rows
 from fxpart.pricing.weights import trained_names
 from fxpart.sharding import Mesh, Placements, Shard, format_placements
-from fxpart.solver.placement.portfolio import (
-    PlacementSolution,
-    evaluate,
-    solve_placement,
-    status_of,
-)
+from fxpart.solver.placement.portfolio import PlacementSolution
 from fxpart.solver.remedies import format_byte_count
 from fxpart.units import plural
 
@@ -127,20 +123,19 @@ def choose_placements(
             budget=budget_, only=only,
         )  # fmt: skip
         made = time.process_time()
-        solution = solve_placement(built.problem, time_limit=time_limit, solver=solver)
+        solution = solve_rows(built, time_limit=time_limit, solver=solver)
         if solution.status != "infeasible":
             break
     solved = time.process_time()
     if solution.choice is None:
         raise _nothing(solution, budget_, stages, time_limit)
-    choice = built.shard_inputs(solution.choice)
-    evaluation = evaluate(built.problem, choice)
+    choice = solution.choice
     certificate = PlacementCertificate(
-        status=status_of(evaluation.seconds, solution.bound),
-        seconds=evaluation.seconds,
+        status=solution.status,
+        seconds=solution.seconds,
         bound=solution.bound,
-        gap=max(0.0, 1 - solution.bound / evaluation.seconds) if evaluation.seconds > 0 else 0.0,
-        memory=evaluation.bytes,
+        gap=solution.gap,
+        memory=solution.bytes,
         budget=budget_,
         solver=solution.solver,
         unruled=built.unruled,

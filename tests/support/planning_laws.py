@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import msgspec
 from fxpart.costmodels import Roofline
@@ -314,6 +315,31 @@ def larger_space(case: PlanningCase, base: Outcome, rng: random.Random) -> Itera
     yield from slower(f"free beside {given}", base, other)
 
 
+def whole_space(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterator[str]:
+    """No combination of fixed degrees, stages, ZeRO level, schedule and microbatches is faster."""
+    if "mode" in case.constraints or len(case.cluster.devices) > 4:
+        return
+    decisions = {"dp", "tp", "stages", "zero", "schedule", "microbatches"}
+    if set(case.constraints) & {*decisions, "mesh", "forbid", "copies"}:
+        return
+    count, rows = len(case.cluster.devices), case.shape.rows
+    for dp, tp, stages in product(range(1, count + 1), repeat=3):
+        if dp * tp * stages > count or rows % dp:
+            continue
+        for zero in range(4) if dp > 1 else (0,):
+            for schedule in ("gpipe", "1f1b", "zb-h1") if stages > 1 else ("1f1b",):
+                given: Constraints = {
+                    "dp": dp, "tp": tp, "stages": stages, "zero": zero, "schedule": schedule,
+                }  # fmt: skip
+                try:
+                    other = attempt(case, **given)
+                except FxpartError as fault:
+                    if {problem.code for problem in fault.problems} <= {"FXP105", "FXP109"}:
+                        continue  # axes that the model does not have
+                    raise
+                yield from slower(f"free beside {given}", base, other)
+
+
 def larger_schedules(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterator[str]:
     """More schedules or modes to choose from are never slower."""
     if set(case.constraints) & {"mode", "schedule", "mesh", "copies"}:
@@ -373,6 +399,7 @@ LAWS: dict[str, Law] = {
     "forbid": forbidden_decision,
     "space": larger_space,
     "schedules": larger_schedules,
+    "whole": whole_space,
     "bytes": same_bytes,
     "bound": bounds,
 }

@@ -8,7 +8,7 @@ repeated numbers. The problem can be archived as JSON and solved again elsewhere
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, isfinite
 from typing import Literal
 
@@ -163,6 +163,48 @@ def restrict_to_point(problem: PlacementProblem, index: int) -> PlacementProblem
                 )
             nodes[v] = known[nodes[v]]
     return msgspec.structs.replace(problem, kinds=tuple(kinds), nodes=tuple(nodes), points=())
+
+
+def keep_strategies(
+    problem: PlacementProblem, allowed: Mapping[int, Sequence[int]]
+) -> PlacementProblem:
+    """Return the problem with these strategies only. allowed: by node; other nodes keep all."""
+    made: dict[object, int] = {}
+    kinds: list[NodeCosts] = []
+    nodes = []
+    kept = [tuple(allowed.get(v, ())) for v in range(len(problem.nodes))]
+    for kind, mine in zip(problem.nodes, kept, strict=True):
+        if (kind, mine) not in made:
+            made[kind, mine] = len(kinds)
+            kinds.append(_keep_rows(problem.kinds[kind], mine))
+        nodes.append(made[kind, mine])
+    cut: dict[object, int] = {}
+    matrices: list[tuple[tuple[float, ...], ...]] = []
+    edges = []
+    for edge in problem.edges:
+        key = (edge.matrix, kept[edge.source], kept[edge.target])
+        if key not in cut:
+            cut[key] = len(matrices)
+            whole = problem.matrices[edge.matrix]
+            rows: Sequence[int] = key[1] or range(len(whole))
+            columns: Sequence[int] = key[2] or range(len(whole[0]))
+            matrices.append(tuple(tuple(whole[i][j] for j in columns) for i in rows))
+        edges.append(msgspec.structs.replace(edge, matrix=cut[key]))
+    return msgspec.structs.replace(
+        problem, kinds=tuple(kinds), nodes=tuple(nodes), matrices=tuple(matrices),
+        edges=tuple(edges),
+    )  # fmt: skip
+
+
+def _keep_rows(costs: NodeCosts, rows: Sequence[int]) -> NodeCosts:
+    """Return the costs of these strategies; of all where none are given."""
+    if not rows:
+        return costs
+    return NodeCosts(
+        seconds=tuple(costs.seconds[i] for i in rows),
+        standing=tuple(costs.standing[i] for i in rows),
+        temporary=tuple(costs.temporary[i] for i in rows) if costs.temporary else (),
+    )
 
 
 def evaluate(problem: PlacementProblem, choice: Sequence[int]) -> PlacementEvaluation:
