@@ -46,6 +46,7 @@ _SUMMARIES = {
     "validate": "Check plan files and list all problems.",
     "export": "Write each rank's program as Python, or a plan for another engine.",
     "train": "Train a target with a plan, in one process or several.",
+    "launch": "Write a job for SLURM, Kubernetes or Ray, and submit it.",
     "scale": "Change the number of ranks of a running job.",
     "emulate": "Emulate the effect of stale weights on a model's loss, in one process.",
     "ckpt": "Inspect, verify, convert and prune a run's checkpoints.",

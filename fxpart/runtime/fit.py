@@ -292,7 +292,7 @@ class FitLoop:
         trainer, norm, now = self.trainer, self.trainer.last_grad_norm, time.perf_counter()
         seconds, self._last = now - self._last, now
         if self._figures is None:
-            given = trainer.row_figures
+            given = trainer.row_figures if self.run.callbacks else None
             self._figures = RowFigures() if given is None else given()
         tokens, ideal = self._figures.tokens, self._figures.mfu_seconds
         known = bool(busy) and all(busy)
