@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class PlannedModule:
         self.optimizer: torch.optim.Optimizer | None = None
         self.calls = 0
         self._compile_options = dict(compile_options)
+        self._items = 0
         self._trainer_options = trainer_options
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | None, calls: int = 0) -> None:
@@ -85,6 +87,24 @@ class PlannedModule:
     def predict(self, batch: Any) -> Any:
         """Return the outputs of a batch, which may have no targets, in evaluation mode."""
         return self._prepare(batch).predict(batch)
+
+    def get_calls(self) -> int:
+        """Return the number of training batches."""
+        return self.calls if self.trainer is None else self.trainer.calls
+
+    def has_targets(self, batch: Any) -> bool:
+        """Return whether a batch has as many items as the one that was compiled."""
+        return len(batch) == self._items
+
+    def update(self, total: float | None = None) -> None:
+        """Update with the accumulated gradients; arguments as for ``trainer.update``."""
+        if self.trainer is not None:
+            self.trainer.update(total=total)
+
+    def clip_gradients(self, norm: float | None = None, value: float | None = None) -> None:
+        """Clip the gradients of the next updates by their norm or value; None does not clip."""
+        if self.trainer is not None:
+            self.trainer.options = replace(self.trainer.options, clip_norm=norm, clip_value=value)
 
     def write_weights(self, *, first_only: bool = False, trainable_only: bool = False) -> None:
         """Write the trained weights into the module; collective.
@@ -132,6 +152,7 @@ class PlannedModule:
             return self.trainer
         given = "sgd" if self.optimizer is None else self.optimizer
         if self.program is None:
+            self._items = len(batch)
             modes = {m: m.training for m in self.module.modules()}
             if not self.module.training:
                 self.module.train()  # A tool evaluates first; the program is that of training.

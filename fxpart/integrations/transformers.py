@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fxpart.errors import error
-from fxpart.integrations.accelerate import LoopAccelerator
+from fxpart.integrations.global_batch_accelerator import LoopAccelerator
 from fxpart.integrations.packages import require_package
 from fxpart.integrations.planned_module import PlannedModule, check_compile_options
 from fxpart.integrations.training_arguments import (

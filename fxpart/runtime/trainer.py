@@ -147,12 +147,13 @@ class Trainer(Inference):
         self.last_loss = loss
         return loss
 
-    def update(self) -> None:
+    def update(self, *, total: float | None = None) -> None:
         """Reduce the accumulated gradients, clip them, and step the optimizer.
 
         Gradients are reduced over mesh ranks, tied parameters and replicas, and averaged over the
         accumulated batches. They start from zero afterwards. Does nothing if no batch came since
-        the last update.
+        the last update. total: what the weighted gradients of the batches are divided by, instead
+        of the sum of the weights.
         """
         if self.optimizer is None:
             raise error(
@@ -162,7 +163,8 @@ class Trainer(Inference):
                 fix="pass one: program.trainer(optimizer=torch.optim.AdamW)",
             )
         if self._accumulation.batches:
-            self._agree_on_call("update")
+            self._agree_on_call("update" if total is None else f"update by {total!r}")
+            self._accumulation.divide_by(total)
             self._update()
 
     def _update(self) -> None:
@@ -322,7 +324,7 @@ class Trainer(Inference):
     def _clip(self) -> None:
         """Average over the accumulated batches, then clip."""
         options = self.options
-        if self._accumulation.batches > 1 and self._accumulation.total:
+        if self._accumulation.is_divided and self._accumulation.total:
             divide_gradients(self._state, self._shards, self._accumulation.total)
         if options.clip_norm is not None or options.log_grad_norm:
             with convert_transport_errors(self._transport, "sharing gradients"):

@@ -184,3 +184,33 @@ def test_optimizer_state_sees_the_mean() -> None:
     for group in (batches[:2], batches[2:]) * 2:
         plain.update(group)
     assert plain.off(made.state_dict()) < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["one rank", "data"])
+def test_given_weights_and_total(layout: str) -> None:
+    """The gradient of an update is the sum of weighted gradients over the given total."""
+    loss, model = nn.CrossEntropyLoss(), seeded(Tagger)
+    batches = [tagger_batch(8, seed) for seed in range(2)]
+    made = trainer(model, batches[0], loss, LAYOUTS[layout])
+    expected: dict[str, torch.Tensor] = {}
+    for batch, weight in zip(batches, (3.0, 0.5), strict=True):
+        made.backward(batch, weight=weight)
+        model.zero_grad()
+        loss(model(*batch[:-1]), batch[-1]).backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                expected[name] = expected.get(name, 0.0) + weight / 4.0 * parameter.grad
+    made.update(total=4.0)
+    found = made.gradients()
+    assert expected
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, atol=1e-7), name
+
+
+def test_loss_and_outputs_of_one_forward() -> None:
+    loss, model = nn.CrossEntropyLoss(), seeded(Tagger)
+    batch = tagger_batch(8, 0)
+    made = trainer(model, batch, loss, LAYOUTS["pipeline"])
+    value, outputs = made.predict_with_loss(batch)
+    assert value is not None and torch.equal(value, made.eval_step(batch))
+    assert torch.equal(outputs, made.predict(batch))

@@ -49,9 +49,9 @@ SMALL_FILE = 60  # lines
 # Nouns that end like a gerund or a participle.
 NOUNS = frozenset(
     (
-        "checkpointing", "deepspeed", "embedding", "embeddings", "feed", "lowering", "mapping",
-        "pipelining", "pricing", "profiling", "ring", "routing", "seed", "sharding", "speed",
-        "stopping", "string", "training",
+        "checkpointing", "deepspeed", "embedding", "embeddings", "feed", "lightning", "lowering",
+        "mapping", "pipelining", "pricing", "profiling", "ring", "routing", "seed", "sharding",
+        "speed", "stopping", "string", "training",
     )
 )  # fmt: skip
 PARTICIPLES = frozenset(

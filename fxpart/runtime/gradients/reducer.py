@@ -280,11 +280,13 @@ class GradientAccumulation:
     batch. The gradient of the first batch is therefore exactly that of an update without
     accumulation.
 
-    batches: their number. total: the sum of their weights, in units of the first weight.
+    batches: their number. total: the divisor of the sum, in units of the first weight; by default
+    the sum of the weights. is_divided: whether it differs from one batch's weight.
     """
 
     batches: int = 0
     total: float = 0.0
+    is_divided: bool = False
     _unit: float = 1.0
 
     def factor(self, weight: float) -> float:
@@ -296,8 +298,14 @@ class GradientAccumulation:
         if not self.batches:
             self._unit = weight or 1.0
         self.total += weight / self._unit
+        self.is_divided = self.batches > 0
         self.batches += 1
+
+    def divide_by(self, total: float | None) -> None:
+        """Divide the sum by ``total``, in the unit of weights; None for the sum of the weights."""
+        if total is not None:
+            self.total, self.is_divided = total / self._unit, True
 
     def reset(self) -> None:
         """Reset to zero batches."""
-        self.batches, self.total, self._unit = 0, 0.0, 1.0
+        self.batches, self.total, self.is_divided, self._unit = 0, 0.0, False, 1.0
