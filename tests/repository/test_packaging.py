@@ -93,14 +93,19 @@ def test_sdist_holds_the_tree(built: tuple[Path, Path]) -> None:
     assert {"setup.py", "pyproject.toml", "README.md", "LICENSE"} <= names
 
 
+# Modules of fxpart/integrations, and the packages without which they raise FXP601.
+TOOLS = {
+    "accelerate": ("accelerate",),
+    "global_batch_accelerator": ("accelerate",),
+    "lightning": ("lightning",),
+    "transformers": ("accelerate", "transformers"),
+}
+
+
 def lacks_its_tool(name: str) -> bool:
     """Whether a module of fxpart/integrations is for a tool that is not installed."""
-    needs = {"transformers": ("transformers", "accelerate")}
-    tool = Path(name).stem
-    tools = ("accelerate", "lightning", "transformers")
-    if not name.startswith("fxpart/integrations/") or tool not in tools:
-        return False
-    return any(find_spec(package) is None for package in needs.get(tool, (tool,)))
+    needed = TOOLS.get(Path(name).stem, ()) if name.startswith("fxpart/integrations/") else ()
+    return any(find_spec(package) is None for package in needed)
 
 
 def test_every_module_imports(environment: Path) -> None:
