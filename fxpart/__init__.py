@@ -74,13 +74,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use (PEP 562)."""
+    """Load a public name on first use (PEP 562); FXP601 if it needs a package that is missing."""
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'fxpart' has no attribute {name!r}")
-    if not module:
-        return importlib.import_module(f"fxpart.{name}")
-    value = getattr(importlib.import_module(module), name)
+    try:
+        if not module:
+            return importlib.import_module(f"fxpart.{name}")
+        value = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as failure:
+        from fxpart.errors import find_missing_package
+
+        raise find_missing_package(failure) or failure from failure
     globals()[name] = value
     return value
 

@@ -173,6 +173,24 @@ def error(code: str, *, where: str, why: str, fix: str = "") -> FxpartError:
     return FxpartError(Problem(code, where, why, fix))
 
 
+# What a plain installation may lack, and how to install it.
+_PACKAGES = {"torch": "fxpart[train]", "ortools": "ortools", "sympy": "sympy"}
+
+
+def find_missing_package(failure: ModuleNotFoundError) -> FxpartError | None:
+    """Return the error for a package that fxpart needs and that is not installed, else None."""
+    name = (failure.name or "").partition(".")[0]
+    if name not in _PACKAGES:
+        return None
+    use = " Capture, code generation and training use it." if name == "torch" else ""
+    return error(
+        "FXP601",
+        where=f"the package {name}",
+        why=f"{name} is not installed.{use}",
+        fix=f"pip install '{_PACKAGES[name]}'",
+    )
+
+
 # A text must not control the terminal; lines and tabs are kept.
 _CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
 

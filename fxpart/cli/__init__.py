@@ -20,7 +20,7 @@ import click
 
 from fxpart._version import __version__
 from fxpart.cli import output
-from fxpart.errors import EXIT_INPUT, EXIT_OURS, FxpartError, error
+from fxpart.errors import EXIT_INPUT, EXIT_OURS, FxpartError, error, find_missing_package
 from fxpart.registry import Registry
 
 
@@ -59,6 +59,7 @@ _SUMMARIES = {
     "diff": "Show the differences between two plans.",
     "cluster": "Detect, measure, import, export and show clusters.",
     "rules": "List ops with sharding rules; propose a rule for an op.",
+    "completion": "Print the script that completes commands in a shell.",
     "env": "Show versions and devices for a bug report.",
 }
 
@@ -155,6 +156,10 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as fault:
+        missing = find_missing_package(fault) if isinstance(fault, ModuleNotFoundError) else None
+        if missing is not None:
+            output.failure(missing, as_json=as_json)
+            return missing.exit_code
         if show:
             traceback.print_exc()
         output.note(f"internal error of fxpart: {type(fault).__name__}: {fault}")
