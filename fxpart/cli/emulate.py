@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fxpart.emulator import EmulationResult, Emulator
 
 SYNC = "sync"
-_NADAM_BETAS = (0.99, 0.999)  # Prescribed by the method (arXiv 2505.01099).
 
 
 @click.command()
@@ -217,6 +216,7 @@ class _EmulationRuns:
     def _optimizer(self, workload: Workload, mode: WeightMode) -> Any:
         """Return the optimizer that the mode prescribes, else the requested one; raises FXP109."""
         from fxpart.compat.optimizer_choice import choose
+        from fxpart.runtime.asynchronous.options import make_default_optimizer
 
         given: dict[str, Any] = {}
         for key in ("lr", "momentum"):
@@ -226,8 +226,7 @@ class _EmulationRuns:
         if mode.optimizer:
             # A learning rate for SGD is not one for Adam.
             rate = {"lr": given["lr"]} if "lr" in given and "adam" in chosen.name else {}
-            prescribed: Any = choose(mode.optimizer).make
-            return partial(prescribed, betas=_NADAM_BETAS, **rate)
+            return partial(make_default_optimizer(mode), **rate)
         made = partial(chosen.make, **given) if given else chosen.make
         _try(made, given)
         return made
@@ -238,7 +237,7 @@ def _try(make: Any, given: dict[str, Any]) -> None:
     import torch
 
     try:
-        make([torch.nn.Parameter(torch.zeros(1))])
+        make([torch.nn.Parameter(torch.zeros(1, 1))])  # Muon accepts only matrices.
     except (TypeError, ValueError) as fault:
         where = " ".join(f"--{key} {value}" for key, value in given.items()) or "--optimizer"
         fix = "omit options that the optimizer does not have"

@@ -123,6 +123,6 @@ def _span(values: tuple[int, int]) -> str:
 
 
 def _copies(found: WeightCopies) -> str:
-    """Return the number of copies: 1, 4, 1 + 1 temporary, 1 + 1 mean update."""
+    """Return the number of copies: 1, 4, 1 + 1 temporary, 1 + 1 update (mean or last)."""
     temporary = f" + {found.transient} temporary" if found.transient else ""
-    return f"{found.kept}{temporary}" + (f" + {found.deltas} mean update" if found.deltas else "")
+    return f"{found.kept}{temporary}" + (f" + {found.deltas} update" if found.deltas else "")

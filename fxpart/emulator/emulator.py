@@ -23,6 +23,7 @@ from fxpart.emulator.weight_snapshots import WeightSnapshots
 from fxpart.errors import error
 from fxpart.runtime import InProcess
 from fxpart.runtime.asynchronous import AsyncTrainer
+from fxpart.runtime.asynchronous.options import make_default_optimizer
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
 from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import FLUSH, SPECTRAIN, WeightMode, weight_mode
@@ -77,7 +78,7 @@ class Emulator:
         self,
         batches: Any,
         weights: str | WeightMode = SPECTRAIN,
-        optimizer: Any = "adamw",
+        optimizer: Any = None,
         steps: int | None = 500,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         clip_norm: float | None = None,
@@ -96,14 +97,15 @@ class Emulator:
         batches: an iterable of global batches, repeated until there are enough steps, or a function
         that returns one; an iterator is used once. weights: a mode's name
         (:data:`fxpart.schedule.weight_modes.MODES`), "sync" for "flush", or a mode. optimizer: a
-        name, class, partial or function of a parameter list, made once per stage. scheduler: makes
+        name, class, partial or function of a parameter list, made once per stage; by default the
+        mode's ("nadam-stash") or AdamW, as for a trainer. scheduler: makes
         a learning-rate scheduler for each of these. clip_norm: each stage clips its own share, see
         the documentation. evaluate: a function of a whole state dict, called at the end and, if
         ``every`` is above 0, after every so many updates, without a flush. initial: other weights
         to start from, by name. microbatches: of a minibatch, as compiled by default. seed: of
         random ops, as compiled by default. watch: measure prediction errors (ρ) every so many
         updates. progress: called after each update whose loss is known. trainer: further options of
-        the asynchronous trainer.
+        the asynchronous trainer, with its defaults; but ``guard`` is off, as the run ends below.
 
         The run ends with the first non-finite loss. FXP109 for an unknown mode and for invalid
         arguments.
@@ -115,8 +117,10 @@ class Emulator:
             raise error(
                 "FXP109", where=f"steps={steps}, every={every}", why=why, fix="use steps=500"
             )
-        run = _EmulatorRun(self, mode, microbatches or self.microbatches, optimizer, initial, {
-            "scheduler": scheduler, "clip_norm": clip_norm, "seed": seed, "watch": watch,
+        given = make_default_optimizer(mode) if optimizer is None else optimizer
+        run = _EmulatorRun(self, mode, microbatches or self.microbatches, given, initial, {
+            "guard": False, "scheduler": scheduler, "clip_norm": clip_norm, "seed": seed,
+            "watch": watch,
             **({"total_updates": steps} if mode.discount else {}), **trainer,
         })  # fmt: skip
         limit = steps if steps is not None else -1
@@ -178,12 +182,12 @@ class _EmulatorRun:
             ranks=range(emulator.stages),
             transport=InProcess(emulator.stages),
             microbatches=microbatches,
-            optimizer=self.snapshots.wrap_optimizer(optimizer),
+            optimizer=optimizer,
             unused=emulator.unused,
             weights=mode,
-            guard=False,
             **{name: value for name, value in options.items() if value is not None},
         )
+        self.snapshots.follow(self.trainer.weights_of())
         self.losses: list[float] = []
         self.evaluations: list[tuple[int, float]] = []
 

@@ -25,7 +25,8 @@ class WeightCopies:
 
     kept: the most that later computations need, including the weights themselves. transient: those
     that one computation makes for itself (the runtime may reuse one for the next computation if it
-    reads the same weights, but never has two). deltas: running means of the updates (PipeMare).
+    reads the same weights, but never has two). deltas: running means of the updates (PipeMare), or
+    the last update (error feedback).
     """
 
     kept: int
@@ -64,7 +65,8 @@ def count_weight_copies(
                 updates += 1
                 alive["W", updates, 0] = [now + 1, now + 2]
     stale = mode.backward == "corrected" and versions.gap(stage) > 0
-    return WeightCopies(_count_overlap(alive.values()), transient, int(stale))
+    feeds_back = bool(mode.feedback) and max(versions.ahead) > 1
+    return WeightCopies(_count_overlap(alive.values()), transient, int(stale or feeds_back))
 
 
 def _order(

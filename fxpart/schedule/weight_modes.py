@@ -3,7 +3,8 @@
 A mode has four properties: the version a forward starts from, the weights of its backward, how far
 ahead each of them predicts, and the prediction rule. Each named method is a preset. Papers:
 PipeDream (SOSP 2019), SpecTrain (arXiv 1809.02839), XPipe (1911.04610), PipeDream-2BW (ICML 2021),
-PipeMare (1910.05124), PipeOptim (2312.00839), Nesterov for asynchronous pipelines (2505.01099).
+PipeMare (1910.05124), PipeOptim (2312.00839), Nesterov for asynchronous pipelines (2505.01099),
+error feedback for delayed updates (2606.30634), PACI (2606.07881).
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class WeightMode:
     power of the staleness (PipeMare, T1). flush: whether the pipeline is flushed before each
     update; a mode that flushes and predicts uses the distance of a mode without flushes
     ("lookahead", the control experiment for prediction). optimizer: the optimizer that the method
-    prescribes, "" for the user's own.
+    prescribes, with ``PRESCRIBED_OPTIONS``, unless the user gives one; "" for none. feedback: the
+    fraction of the error of a late update that the next one adds, for updates that are one step
+    late ("delayed", :mod:`fxpart.runtime.weight_prediction.error_feedback`).
 
     supports_queues: whether its updates may come in an order that is not known in advance, as with
     queues. remedy: its rank among the modes that are suggested if memory is insufficient, fewest
@@ -58,6 +61,7 @@ class WeightMode:
     discount: bool = False
     flush: bool = False
     optimizer: str = ""
+    feedback: float = field(default=0.0, kw_only=True)
     supports_queues: bool = field(default=False, kw_only=True)
     remedy: int = field(default=0, kw_only=True, compare=False)
     forward_reads: str = field(default="", kw_only=True, compare=False, repr=False)
@@ -68,6 +72,9 @@ class WeightMode:
         """Return whether any computation predicts weights."""
         return self.look_forward != "none" or self.look_backward != "none"
 
+
+# Options of the optimizers that modes prescribe (NAdam: arXiv 2505.01099).
+PRESCRIBED_OPTIONS: dict[str, dict[str, Any]] = {"nadam": {"betas": (0.99, 0.999)}}
 
 FLUSH, STASH, SPECTRAIN, PIPEOPTIM = "flush", "stash", "spectrain", "pipeoptim"
 
@@ -94,6 +101,10 @@ _MODES = (
         "2bw", base="delayed", remedy=5,
         forward_reads="one update before the newest",
         backward_reads="the same (PipeDream-2BW)",
+    ),
+    WeightMode(
+        "2bw-ef", base="delayed", feedback=1.0,
+        forward_reads="as 2bw; the error of each late update is added to the next",
     ),
     WeightMode(
         "naive", backward="applied", supports_queues=True, remedy=1,

@@ -22,7 +22,7 @@ from fxpart.plan.throughput import compute_row_figures
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime import InProcess, ProcessGroupTransport, Trainer, connect, heartbeat
 from fxpart.runtime.asynchronous import AsyncTrainer
-from fxpart.runtime.asynchronous.options import AsyncOptions
+from fxpart.runtime.asynchronous.options import AsyncOptions, make_default_optimizer
 from fxpart.runtime.entry_point import announce_call
 from fxpart.runtime.host.gpus import local_device
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks, build_rank_table, get_stage_mesh
@@ -92,7 +92,7 @@ def _make_trainer(
     _check_precision(plan)
     queue = is_queue_routed(plan, weight_mode, options)
     options["weight_mode"] = None if queue else select_weight_mode(plan, weight_mode, options)
-    given = _refresh_optimizer(program, optimizer)
+    given = _refresh_optimizer(program, optimizer, options["weight_mode"])
     placement = _LocalPlacement.of(plan, spec, timeout)
     state = program.captured.state
     constants = constants_of(spec, state)
@@ -135,13 +135,18 @@ def _make_trainer(
     return _attach_plan(made, plan)
 
 
-def _refresh_optimizer(program: Program, optimizer: Any) -> Any:
-    """Read the module's current tensors, and return the optimizer over them."""
+def _refresh_optimizer(program: Program, optimizer: Any, mode: WeightMode | None) -> Any:
+    """Read the module's current tensors, and return the optimizer over them.
+
+    Without a given one it is the weight mode's, unless compile() was given another than AdamW.
+    """
     from fxpart.capture.live_state import live_parameters, refresh_state
 
     refresh_state(program.captured)
     _check_frozen(program)
     given = program.optimizer if optimizer is None else optimizer
+    if optimizer is None and given == "adamw":
+        given = make_default_optimizer(mode, given)
     if isinstance(given, torch.optim.Optimizer):
         return UserOptimizer(given, live_parameters(program.captured))
     return given

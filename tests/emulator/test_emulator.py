@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
+from dataclasses import fields
 from functools import cache, partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.nn import functional
 
 from fxpart.emulator import Emulator
 from fxpart.errors import FxpartError
+from fxpart.runtime.asynchronous.options import AsyncOptions
 from fxpart.schedule.versions import WeightVersionCounters, count_chain_warmup
 from fxpart.schedule.weight_copies import count_weight_copies
 from fxpart.schedule.weight_modes import MODES
@@ -158,7 +161,7 @@ def test_a_model_without_a_loss_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [m for m in MODES if m != "2bw"])
+@pytest.mark.parametrize("mode", [m for m in MODES if MODES[m].base != "delayed"])
 def test_copies_of_weights_are_those_of_the_schedule(mode: str) -> None:
     emulator, _ = made()
     run = emulator.run(BATCHES, weights=mode, optimizer=SGD, steps=10)
@@ -239,3 +242,25 @@ def test_other_first_weights_and_progress() -> None:
     x, y = BATCHES[0]
     assert run.losses[0] == pytest.approx(functional.cross_entropy(other(x), y).item(), rel=1e-6)
     assert told == list(enumerate(run.losses, 1))
+
+
+@pytest.mark.slow
+def test_defaults_are_the_trainers() -> None:
+    """The mode, what an asynchronous trainer takes, and the optimizer that a mode prescribes."""
+    given = inspect.signature(Emulator.run).parameters
+    for option in fields(AsyncOptions):
+        if option.init and option.name in given:
+            assert given[option.name].default == option.default, option.name
+    emulator, _ = made(2)
+    nadam = partial(torch.optim.NAdam, betas=(0.99, 0.999))
+    for mode, optimizer in (("nadam-stash", nadam), ("stash", torch.optim.AdamW)):
+        expected = emulator.run(BATCHES, mode, optimizer, 6, guard=True).state_dict
+        found = emulator.run(BATCHES, mode, steps=6).state_dict
+        trainer = emulator.program.trainer(weight_mode=mode)
+        for each in BATCHES[:6]:
+            trainer.step(each)
+        trained = trainer.state_dict()
+        trainer.close()
+        assert all(
+            torch.equal(found[n], w) and torch.equal(trained[n], w) for n, w in expected.items()
+        )

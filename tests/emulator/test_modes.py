@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, tuple[hand.Hand, Any]] = {
         partial(torch.optim.NAdam, lr=RATE, betas=(0.99, 0.999)),
     ),
 }
-PLAIN = tuple(name for name in MODES if name not in ("2bw", "nadam-stash"))
+PLAIN = tuple(name for name in MODES if name not in ("2bw", "2bw-ef", "nadam-stash"))
 
 
 @cache
@@ -108,10 +108,11 @@ def test_gpt(mode: str, stages: int, a: int, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
+@pytest.mark.parametrize("mode", ["2bw", "2bw-ef"])
 def test_double_buffer_with_as_many_microbatches_as_stages(
-    model: str, stages: int, optimizer: str
+    mode: str, model: str, stages: int, optimizer: str
 ) -> None:
-    compare(*by_both(model, stages, stages, "2bw", optimizer))
+    compare(*by_both(model, stages, stages, mode, optimizer))
 
 
 @pytest.mark.parametrize(("stages", "a"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2)])

@@ -171,7 +171,7 @@ def test_memory_has_what_a_stream_keeps(mode: str) -> None:
     plan = sample_plans.plan(stages, m)
     found = make_asynchronous(plan, mode, [TrainedWeights(size, 0.0)] * stages)
     # Eight microbatches to an update, at most three ahead: a forward misses one update or none.
-    old = {"stash": 1, "vertical": 1, "2bw": 1, "nadam-stash": 1, "naive": 0}
+    old = {"stash": 1, "vertical": 1, "2bw": 1, "2bw-ef": 2, "nadam-stash": 1, "naive": 0}
     for was, now in zip(plan.prediction.ranks, found.prediction.ranks, strict=True):
         assert now.in_flight == stages - now.stage
         saved = was.memory.activations - was.workspace
@@ -179,7 +179,7 @@ def test_memory_has_what_a_stream_keeps(mode: str) -> None:
         assert now.memory.activations == per * now.in_flight + was.workspace
         assert now.staleness == (1 if now.stage < stages - 1 else 0)
         if mode in old:
-            stale = old[mode] if mode in ("vertical", "2bw") or now.staleness else 0
+            stale = old[mode] if mode in ("vertical", "2bw", "2bw-ef") or now.staleness else 0
             assert now.memory.copies == stale * size
         else:
             assert now.memory.copies in (0, size, 2 * size)

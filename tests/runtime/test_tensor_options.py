@@ -19,7 +19,7 @@ from fxpart.runtime.optimizer.optimizer_state import convert_option
 from fxpart.schedule.weight_modes import MODES
 
 CUT = (2, 2)
-STREAMS = ("stash", "spectrain", "2bw", "xpipe")
+STREAMS = ("stash", "spectrain", "2bw-ef", "xpipe")
 
 
 def rate() -> torch.Tensor:
@@ -36,7 +36,7 @@ def trainer(mode: str, transport: Any = None, **given: Any) -> Any:
         return make(hand, transport, optimizer=optimizer)
     return AsyncTrainer(
         hand.spec(), dict(enumerate(hand.stages)), ranks=range(len(CUT)), transport=transport,
-        microbatches=4 if mode == "2bw" else 2, optimizer=optimizer, weights=MODES[mode],
+        microbatches=4 if mode == "2bw-ef" else 2, optimizer=optimizer, weights=MODES[mode],
     )  # fmt: skip
 
 

@@ -25,7 +25,9 @@ def test_the_notes_table(stages: int) -> None:
         assert of("stash") == of("nadam-stash") == WeightCopies(flying)
         assert of("vertical") == WeightCopies(stages)
         for every in (stages, 3 * stages):
-            assert of("2bw", every) == WeightCopies(2 if stages > 1 else 1)
+            late = int(stages > 1)
+            assert of("2bw", every) == WeightCopies(1 + late)
+            assert of("2bw-ef", every) == WeightCopies(1 + late, deltas=late)
         assert of("spectrain") == WeightCopies(1, transient=int(k >= 2 or not last))
         assert of("spectrain-v2") == WeightCopies(1 if last else 1 + flying)
         assert of("pipeoptim") == WeightCopies(1, transient=int(not last))

@@ -81,7 +81,7 @@ def reads(mode: str, stage: int, stages: int, a: int, t: int) -> Reads:
             return Reads(u_f, 0)
         case "vertical":
             return Reads(updates_in_forward(0, stages, a, t), 0)
-        case "2bw":
+        case "2bw" | "2bw-ef":
             return Reads(max(0, u_b - 1), 0)
         case "naive":
             return Reads(u_f, 0, "now")
@@ -194,6 +194,8 @@ class Reference:
         made = Version(weights, states)
         if self.mode == "pipemare":
             made = replace(made, moved=moved(kept, made, self._steady_gap(k)))
+        if self.mode == "2bw-ef":
+            made = fed_back(kept, made, late=self.stages > 1 and number > 0)
         return made
 
     def _steady_gap(self, k: int) -> int:
@@ -225,6 +227,16 @@ def moved(before: Version, after: Version, gap: int) -> Weights:
         past = before.moved.get(name, torch.zeros_like(weight)) * gamma
         found[name] = past.add(before.weights[name], alpha=gamma - 1).add(weight, alpha=1 - gamma)
     return found
+
+
+def fed_back(before: Version, after: Version, *, late: bool) -> Version:
+    """W' - (u' - u) where a late update u' has one before it, u; and u' for the next."""
+    moved = {name: weight - after.weights[name] for name, weight in before.weights.items()}
+    weights = {
+        name: w.add(before.moved[name] - moved[name]) if late and before.moved else w
+        for name, w in after.weights.items()
+    }
+    return replace(after, weights=weights, moved=moved)
 
 
 def corrected(kept: Version, gap: int) -> Weights:

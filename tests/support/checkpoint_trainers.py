@@ -51,7 +51,7 @@ LANES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 STREAMS = {
     **{f"spectrain {rule}": replace(MODES["spectrain"], rule=rule) for rule in RULES},
-    **{name: MODES[name] for name in ("stash", "xpipe", "pipemare", "2bw", "lookahead")},
+    **{name: MODES[name] for name in ("stash", "xpipe", "pipemare", "2bw-ef", "lookahead")},
 }
 
 
@@ -75,7 +75,7 @@ def mesh_ranks(way: str, optimizer: str = "adamw", transport: Any = None) -> Sta
 
 def stream(mode: str, cut: tuple[int, ...] = (1, 1, 1, 1), **options: Any) -> AsyncTrainer:
     """The language model as a stream."""
-    options = {"microbatches": 4 if mode == "2bw" else 2, **options}
+    options = {"microbatches": 4 if mode == "2bw-ef" else 2, **options}
     if mode == "pipemare":
         options["total_updates"] = 20
     made = make_stream(language(cut), InProcess(len(cut)), weights=STREAMS[mode], **options)

@@ -138,9 +138,9 @@ Hand = HandSgd | HandAdamW | HandNAdam
 
 @dataclass(frozen=True)
 class Version:
-    """A stage's weights after so many updates, with the optimizer's state. moved: PipeMare's delta.
+    """A stage's weights after so many updates, with the optimizer's state.
 
-    All by the parameter's name.
+    moved: PipeMare's delta, or the last update. All by the parameter's name.
     """
 
     weights: dict[str, torch.Tensor]

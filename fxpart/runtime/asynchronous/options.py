@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
+from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import error
 from fxpart.runtime.asynchronous.stage_updater import CLIPS, Clip
-from fxpart.schedule.weight_modes import SPECTRAIN, WeightMode, weight_mode
+from fxpart.schedule.weight_modes import (
+    PRESCRIBED_OPTIONS,
+    SPECTRAIN,
+    WeightMode,
+    weight_mode,
+)
+
+
+def make_default_optimizer(mode: WeightMode | None, otherwise: Any = "adamw") -> Any:
+    """Return the optimizer of training without a given one: the mode's, or ``otherwise``."""
+    if mode is None or not mode.optimizer:
+        return otherwise
+    return partial(choose(mode.optimizer).make, **PRESCRIBED_OPTIONS.get(mode.optimizer, {}))
 
 
 def is_count(value: object) -> bool:

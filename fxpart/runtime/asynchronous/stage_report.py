@@ -51,10 +51,18 @@ def gather_stage_reports(
 
 
 def describe_inaccurate_predictions(rhos: Sequence[float | None]) -> str:
-    """Return a warning if predictions are worse than none on some stage, else "".
+    """Return a warning if predictions are worse than none on some stage, or move nothing, else "".
 
-    rhos: mean ρ of each stage, None if nothing was predicted or measured.
+    rhos: mean ρ of each stage, None if nothing was predicted or measured. A ratio of
+    exactly 1 means that every measured prediction was equal to the stale weights.
     """
+    unmoved = ", ".join(str(stage) for stage, rho in enumerate(rhos) if rho == 1)
+    if unmoved:
+        return (
+            f"predicted weights were equal to the stale ones on stage {unmoved}: the rule finds "
+            "nothing in the optimizer that moves weights without a gradient; use the rule linear "
+            "or difference"
+        )
     inaccurate = [(stage, rho) for stage, rho in enumerate(rhos) if rho is not None and rho > 1]
     if not inaccurate:
         return ""

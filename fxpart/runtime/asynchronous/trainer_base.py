@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from fxpart.runtime.inference import Inference
 from fxpart.runtime.optimizer.update_options import StageUpdateOptions, UpdateOptions
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
-from fxpart.runtime.weight_prediction import PipeMareCorrection, Predictor
+from fxpart.runtime.weight_prediction import ErrorFeedback, PipeMareCorrection, Predictor
 from fxpart.schedule.weight_modes import WeightMode
 
 P = ParamSpec("P")
@@ -49,7 +49,7 @@ class RestorableStageWeights(Protocol):
     def options(self) -> StageUpdateOptions | None:
         """Options of the stage's updates."""
 
-    def rules(self) -> list[Predictor | PipeMareCorrection]:
+    def rules(self) -> Sequence[Predictor | PipeMareCorrection | ErrorFeedback]:
         """Return the predictors and corrections that keep state between updates."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

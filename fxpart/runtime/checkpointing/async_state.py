@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpart.runtime.trainer_kinds import is_scheduled_asynchronous
-from fxpart.runtime.weight_prediction import PipeMareCorrection, Predictor
+from fxpart.runtime.weight_prediction import ErrorFeedback, PipeMareCorrection, Predictor
 from fxpart.runtime.weight_prediction.difference import DifferencePredictor
 from fxpart.runtime.weight_prediction.shadow import ShadowPredictor
 
@@ -28,6 +28,7 @@ ValueLoader = Callable[[torch.Tensor, str], Any]
 # Names of slots in checkpoints; they must not change with the names of the classes.
 _SLOT_PREFIXES: dict[type, str] = {
     PipeMareCorrection: "Correction",
+    ErrorFeedback: "Feedback",
     DifferencePredictor: "Difference",
     ShadowPredictor: "Shadow",
 }
@@ -47,6 +48,10 @@ def iterate_rule_slots(trainer: AsyncTrainerBase) -> Iterator[tuple[torch.Tensor
                 for parameter, moved in zip(rule.parameters, rule.moved, strict=True):
                     yield parameter, f"{kind}.moved", moved
                     yield parameter, f"{kind}.longest", rule.state_dict()["longest"]
+                continue
+            if isinstance(rule, ErrorFeedback):
+                for parameter, last in zip(rule.parameters, rule.last or (), strict=False):
+                    yield parameter, f"{kind}.last", last
                 continue
             state = rule.state_dict()
             for place, parameter in enumerate(rule.parameters):
@@ -128,7 +133,9 @@ def restore_trainer_state(trainer: AsyncTrainerBase, given: Mapping[str, Any]) -
 
 
 def _state(
-    rule: Predictor | PipeMareCorrection, load_tensor: TensorLoader, load_value: ValueLoader
+    rule: Predictor | PipeMareCorrection | ErrorFeedback,
+    load_tensor: TensorLoader,
+    load_value: ValueLoader,
 ) -> dict[str, Any]:
     """Return the state_dict of a rule."""
     kind = _slot_prefix(rule)
@@ -142,6 +149,10 @@ def _state(
             ],
             "longest": max((value for value in longest if value is not None), default=1.0),
         }
+    if isinstance(rule, ErrorFeedback):
+        last = [load_tensor(p, f"{kind}.last") for p in rule.parameters]
+        complete = last and all(tensor is not None for tensor in last)
+        return {"last": last if complete else None}
     stepped = [load_value(p, f"{kind}.stepped") for p in rule.parameters]
     rates = [load_value(p, f"{kind}.rate") for p in rule.parameters]
     known = any(value is not None for value in stepped)

@@ -11,7 +11,7 @@ before an update, a prediction when the first reader runs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,12 @@ from fxpart.compat import is_compiled
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.executor.recompute import StageRecomputation
 from fxpart.runtime.optimizer.update_options import StageUpdateOptions, UpdateOptions
-from fxpart.runtime.weight_prediction import PipeMareCorrection, Predictor, make_predictor
+from fxpart.runtime.weight_prediction import (
+    ErrorFeedback,
+    PipeMareCorrection,
+    Predictor,
+    make_predictor,
+)
 from fxpart.runtime.weights.counters import (
     MicrobatchWeightUse,
     StageCounters,
@@ -42,6 +47,8 @@ from fxpart.runtime.weights.weight_update import (
 )
 from fxpart.schedule.versions import WeightRead, WeightVersionCounters
 from fxpart.schedule.weight_modes import MODES, WeightMode, list_unflushed_modes
+
+StatefulRule = Predictor | PipeMareCorrection | ErrorFeedback
 
 
 class _MicrobatchInFlight:
@@ -69,7 +76,8 @@ class StageWeights:
     combinations.
 
     updates: of the weights, since the start. skipped: updates skipped by the guard. total:
-    ``total_updates``, can be set later. options: recorded optimizer options of this stage, from
+    ``total_updates``, can be set later. listeners: called after each update with their number.
+    options: recorded optimizer options of this stage, from
     :meth:`follow`.
     """
 
@@ -109,6 +117,10 @@ class StageWeights:
             if mode.backward == "corrected" and gap
             else None
         )
+        self._feedback: ErrorFeedback | None = None
+        if mode.feedback and max(versions.ahead) > 1:
+            self._feedback = ErrorFeedback(self._parameters, mode.feedback)
+        self.listeners: list[Callable[[int], object]] = []
         where = f"stage {stage} ({type(module).__name__})"
         self._prediction_check: PredictionCheck | None = None
         if self._predictor is not None:
@@ -233,9 +245,15 @@ class StageWeights:
         steps = not self._guard or has_finite_gradients(self._parameters)
         if self.options is not None:
             self.options.apply()
-        observers: list[Predictor | PipeMareCorrection | PredictionCheck] = [*self.rules()]
+        rules = self._predictor, self._correction
+        observers: list[Predictor | PipeMareCorrection | PredictionCheck] = [
+            rule for rule in rules if rule is not None
+        ]
         if self._prediction_check is not None and not self._prediction_check.done:
             observers.append(self._prediction_check)
+        before = self._stash.get(now)
+        if self._feedback is not None and before is None:
+            before = [p.detach().clone() for p in self._parameters]
         for observer in observers:
             observer.before_update()
         if steps:
@@ -249,12 +267,28 @@ class StageWeights:
                 self._optimizer.step()
         for observer in observers:
             observer.after_update()
+        self._feed_back(before, stepped=steps)
         self.skipped += not steps
         self.updates += 1
         if self.options is not None:
             self.options.apply()
         self._release()
+        for listener in self.listeners:
+            listener(self.updates)
         return steps
+
+    def _feed_back(self, before: Tensors | None, *, stepped: bool) -> None:
+        """Add the error of the update before, if this one was late.
+
+        before: the weights before the update. stepped: whether it was not skipped.
+        """
+        if self._feedback is None or before is None:
+            return
+        if stepped:
+            read = self.versions.read(self.mode, self.stage, self._backwards_done - 1)
+            self._feedback.after_update(before, late=read.version < self.updates)
+        else:
+            self._feedback.skip_update()
 
     def restart(self, start: int) -> None:
         """Start again after a flush. start: updates so far; FXP900 if they differ."""
@@ -317,9 +351,10 @@ class StageWeights:
             rule.load_state_dict(rule_state_)
         self.restart(self.updates)
 
-    def rules(self) -> list[Predictor | PipeMareCorrection]:
-        """Return the prediction and correction rules that keep state between updates."""
-        return [rule for rule in (self._predictor, self._correction) if rule is not None]
+    def rules(self) -> list[StatefulRule]:
+        """Return the rules that keep state between updates."""
+        rules = self._predictor, self._correction, self._feedback
+        return [rule for rule in rules if rule is not None]
 
     def _source(self, read: WeightRead) -> WeightSource:
         return WeightSource(read.version, read.look_forward)
@@ -430,6 +465,13 @@ class StageWeights:
 
 def _check_mode(mode: WeightMode) -> None:
     """Raise FXP109 for options that cannot be combined."""
+    if mode.feedback and (mode.base != "delayed" or mode.predicts):
+        raise error(
+            "FXP109",
+            where=f"weights={mode.name!r}",
+            why="error feedback is for updates that are one step late on every stage",
+            fix="use base='delayed' without prediction, or feedback=0",
+        )
     if mode.look_forward != "none" and mode.base in ("first stage", "delayed"):
         raise error(
             "FXP109",

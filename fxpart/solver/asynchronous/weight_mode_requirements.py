@@ -61,12 +61,13 @@ def _passes(mode: WeightMode, versions: WeightVersionCounters, stage: int) -> in
     A set serves every computation that predicts equally far from the same version, as long as one
     of them is next (the next forward or the next backward); sets that backwards read again are
     stored until then. A correction costs one more set per update, for its running mean (PipeMare,
-    T2).
+    T2); so does error feedback.
     """
     period, every = versions.period(), versions.every
     if mode.backward == "forward":
         reads = [versions.read(mode, stage, i) for i in period]
-        return len({(read.version, read.look_forward) for read in reads if read.look_forward})
+        made_ahead = {(read.version, read.look_forward) for read in reads if read.look_forward}
+        return len(made_ahead) + (mode.feedback != 0 and max(versions.ahead) > 1)
     order = [
         source
         for i in range(period.start - every, period.stop + 1)
@@ -97,7 +98,10 @@ def count_prediction_bytes(mode: str, weight: int, optimizer: int) -> int:
     """Return the bytes moved to make one set: weights and state are read, weights are written.
 
     weight, optimizer: bytes of the trained weights and of their optimizer state. A correction reads
-    its running mean, as large as the weights, instead of the state.
+    its running mean, as large as the weights, instead of the state; error feedback reads and writes
+    the last update and reads the weights before it.
     """
+    if weight_mode(mode).feedback:
+        return 5 * weight
     other = weight if weight_mode(mode).backward == "corrected" else optimizer
     return 2 * weight + other

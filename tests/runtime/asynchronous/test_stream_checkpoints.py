@@ -41,10 +41,10 @@ def train(trainer: AsyncTrainer, first: int, last: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("mode", ["stash", "naive", "2bw", "flush"])
+@pytest.mark.parametrize("mode", ["stash", "naive", "2bw", "2bw-ef", "flush"])
 def test_a_checkpoint_counts_every_update(mode: str, stages: int, tmp_path: Path) -> None:
     """In its name, its manifest and the trainer that loads it, after any number of calls."""
-    count = stages if mode == "2bw" else 1
+    count = stages if mode.startswith("2bw") else 1
     for steps in range(1, 11):
         trainer = stream(stages, weights=mode, microbatches=count)
         train(trainer, 0, steps)

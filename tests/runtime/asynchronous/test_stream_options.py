@@ -89,11 +89,11 @@ def test_a_scheduler_in_a_loop_reaches_every_update(name: str, stages: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["stash", "naive", "pipeoptim", "spectrain-v2", "xpipe", "2bw"])
+@pytest.mark.parametrize("mode", ["stash", "naive", "pipeoptim", "spectrain-v2", "xpipe", "2bw-ef"])
 @pytest.mark.parametrize("name", ["lambda", "cycle"])
 def test_a_loop_is_the_scheduler_option(mode: str, name: str) -> None:
     """The same bits, also where weights are predicted: coming rates are those submitted."""
-    count = 4 if mode == "2bw" else 1
+    count = 4 if mode == "2bw-ef" else 1
     own = stream(weights=mode, microbatches=count)
     assert own.optimizer is not None
     scheduler = SCHEDULES[name](own.optimizer)

@@ -243,5 +243,6 @@ def test_closing_finishes_what_is_in_flight() -> None:
 
 
 def test_predictions_that_look_too_far_are_named() -> None:
-    assert describe_inaccurate_predictions([None, 0.9, 1.0]) == ""
+    assert describe_inaccurate_predictions([None, 0.9, 0.999]) == ""
+    assert "to the stale ones on stage 1:" in describe_inaccurate_predictions([None, 1.0, 0.9])
     assert "on stage 1 (1.20), 3 (2.00):" in describe_inaccurate_predictions([0.2, 1.2, None, 2.0])

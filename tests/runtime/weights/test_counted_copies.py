@@ -22,7 +22,7 @@ CASES = [
     (name, stages, every)
     for name, mode in MODES.items()
     for stages, every in SHAPES
-    if not mode.flush and (name != "2bw" or every >= stages)
+    if not mode.flush and (mode.base != "delayed" or every >= stages)
 ]
 
 

@@ -18,7 +18,7 @@ MIXED = (
     *(
         MODES[name]
         for name in MODES
-        if not MODES[name].flush and name not in ("2bw", "nadam-stash")
+        if not MODES[name].flush and name not in ("2bw", "2bw-ef", "nadam-stash")
     ),
     WeightMode("both", backward="applied", look_forward="depth", look_backward="depth"),
 )

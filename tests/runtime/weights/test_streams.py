@@ -31,7 +31,7 @@ CASES = [
     for stages, a, which in (
         (1, 2, "sgd"), (2, 1, "adamw"), (4, 1, "sgd"), (4, 4, "adamw"), (3, 5, "sgd"),
     )
-    if not (mode == "2bw" and (a < stages or stages == 1))
+    if not (MODES[mode].base == "delayed" and (a < stages or stages == 1))
 ]  # fmt: skip
 
 
