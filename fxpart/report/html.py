@@ -1,4 +1,4 @@
-"""A plan as one HTML file without network access or scripts; every text is escaped."""
+"""A plan as one HTML file without network access; every text is escaped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from html import escape
 
 from fxpart import units
 from fxpart.plan.model import Plan
+from fxpart.plan.number_ranges import format_numbers
 from fxpart.plan.summary import describe_schedule, layout, throughput_rows
 from fxpart.plan.throughput import ModelWork
 from fxpart.planner.prediction.plan_timeline import plan_timeline, runs_without_flushes
@@ -24,7 +25,8 @@ from fxpart.report.explanation_text import (
     rejected_rows,
     step_rows,
 )
-from fxpart.report.overlay import drawn, overlay_svg
+from fxpart.report.overlay import drawn, measured_seconds, overlay_svg
+from fxpart.report.page_assets import CSS, SCRIPT, SECURITY_POLICY
 from fxpart.report.stage_tables import (
     asynchrony_rows,
     has_gradient_buckets,
@@ -34,61 +36,6 @@ from fxpart.report.svg import PARTS, memory_svg, timeline_svg
 from fxpart.report.table import shortened
 from fxpart.schedule.measured_timeline import MeasuredTimeline
 from fxpart.schedule.spec import find_built
-
-# Light and dark, readable without color vision, printable.
-CSS = """
-:root { color-scheme: light dark; --ink: #1d2330; --soft: #5b6475; --paper: #ffffff;
-  --card: #f4f6fa; --line: #d5dae4; --f0: #2f6fde; --f1: #5a8fe8; --b0: #d9822b; --b1: #e6a45f;
-  --t: #7a869c; --idle: #eceff5; --good: #1a7f4b; --bad: #b3261e; --in: #ffffff;
-  --m0: #2f6fde; --m1: #d9822b; --m2: #8a5bd1; --m3: #2a9d8f; --m4: #8d99ae; --m5: #c2528b;
-  --m6: #b8a13a; --m7: #6b7f2a; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9f0; --soft: #a2abbd; --paper: #14171f;
-  --card: #1d212c; --line: #343b4b; --idle: #222735; --t: #8894ab; --good: #5cc68d; --bad: #ff8a80;
-  --in: #0f1218; --f0: #6ea0f5; --f1: #8fb6f8; --b0: #eda45c; --b1: #f3bd86; --m0: #6ea0f5;
-  --m1: #eda45c; --m2: #b08cf0; --m3: #55c2b4; --m4: #98a3b7; --m5: #e07fb0; --m6: #d6c25e;
-  --m7: #a9bd62; } }
-* { box-sizing: border-box }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
-main { max-width: 1180px; margin: 0 auto; padding: 28px 24px 56px }
-h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywhere }
-h2 { font-size: 18px; margin: 36px 0 10px }
-p { margin: 6px 0; max-width: 78ch }
-.lead, .note { color: var(--soft) }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 12px;
-  margin: 20px 0 0; padding: 0 }
-.cards div { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  padding: 12px 14px }
-dt { color: var(--soft); font-size: 13px }
-.cards dd { margin: 2px 0 0; font-size: 21px; font-weight: 600; font-variant-numeric: tabular-nums }
-figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  padding: 14px; overflow-x: auto }
-figcaption, .key { color: var(--soft); font-size: 13px; margin-top: 8px }
-.key span { display: inline-block; margin-right: 16px }
-.key i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
-  vertical-align: -1px }
-svg { display: block; width: 100%; min-width: 640px; height: auto }
-.axis { fill: var(--soft); font-size: 12px }
-.in { fill: var(--in); font-size: 11px; text-anchor: middle; pointer-events: none }
-.idle { fill: var(--idle) } .tick { stroke: var(--line); stroke-dasharray: 2 4; fill: none }
-.f0 { fill: var(--f0) } .f1 { fill: var(--f1) } .b0 { fill: var(--b0) } .b1 { fill: var(--b1) }
-.t { fill: var(--t) } .u { fill: var(--m2) }
-.limit { stroke: var(--bad); stroke-width: 2; fill: none }
-.m0 { fill: var(--m0) } .m1 { fill: var(--m1) } .m2 { fill: var(--m2) } .m3 { fill: var(--m3) }
-.m4 { fill: var(--m4) } .m5 { fill: var(--m5) } .m6 { fill: var(--m6) }
-.m7 { fill: var(--m7) }
-.scroll { overflow-x: auto }
-table { border-collapse: collapse; width: 100%; font-size: 14px;
-  font-variant-numeric: tabular-nums }
-th, td { text-align: right; padding: 6px 10px; border-bottom: 1px solid var(--line) }
-th { color: var(--soft); font-weight: 600; white-space: nowrap }
-th, td { width: 1%; white-space: nowrap }
-.l { text-align: left; width: auto; white-space: normal; overflow-wrap: anywhere }
-.badge { display: inline-block; border: 1px solid currentColor; border-radius: 999px;
-  padding: 1px 10px; font-size: 13px; font-weight: 600; color: var(--good) }
-.badge.open { color: var(--b0) }
-@media print { body { font-size: 12px } figure, .cards div { break-inside: avoid } }
-"""
 
 # Most computations that the timeline draws; a larger schedule is drawn with fewer microbatches.
 DRAWN = 12_000
@@ -103,14 +50,16 @@ def report_html(
     """Return the whole file as text of less than a megabyte.
 
     recording, comparison: measured steps of the plan, and the result of
-    :func:`fxpart.report.comparison_builder.compare`. work: adds MFU and TFLOP/s per device.
+    :func:`fxpart.report.comparison_builder.compare`. work: adds MFU and TFLOP/s per device. A
+    script in the file shows details of a block under the pointer, selects ranks and switches
+    between light and dark; without scripts, blocks have plain tooltips.
     """
     title = shortened(f"{plan.model.name} on {plan.cluster.name}", 120)
     found = explanation(plan, work)
     body = "\n".join(
         (
             _head(plan), _cards(plan, found), _measured(plan, recording, comparison),
-            _timeline(plan), _step(found), _memory(plan, found),
+            _timeline(plan, recording, comparison), _step(found), _memory(plan, found),
             _asynchrony(found), _stages(found), _sharding(plan), _certificate(plan),
             _rejected("Rejected alternatives", found.rejected),
             _rejected("With one decision changed", found.changes), _ties(plan),
@@ -123,7 +72,7 @@ def report_html(
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="{SECURITY_POLICY}">
 <title>{escape(title)} - fxpart</title>
 <style>{CSS}</style>
 </head>
@@ -131,6 +80,7 @@ def report_html(
 <main>
 {body}
 </main>
+<script>{SCRIPT}</script>
 </body>
 </html>
 """
@@ -195,7 +145,9 @@ def _measured(
     return "\n".join(parts)
 
 
-def _timeline(plan: Plan) -> str:
+def _timeline(
+    plan: Plan, recording: MeasuredTimeline | None, comparison: RecordingComparison | None
+) -> str:
     if find_built(plan.schedule) is None:
         words = f"The schedule {plan.schedule} has no timeline."
         return f"<h2>Timeline</h2>\n<p>{words}</p>"
@@ -211,8 +163,12 @@ def _timeline(plan: Plan) -> str:
         caption += f" Drawn with {drawn} of its {plan.microbatches} microbatches."
     names = (("f0", "forward"), ("b0", "backward"), ("m2", "per step"), ("t", "transfer"))
     key = _key((*names, ("idle", "waiting")))
+    labels = [format_numbers(stage.ranks) for stage in plan.stages]
+    measured = {}
+    if recording is not None and comparison is not None:
+        measured = measured_seconds(recording, comparison)
     return (
-        f"<h2>Timeline</h2>\n<figure>{timeline_svg(timeline)}{key}"
+        f"<h2>Timeline</h2>\n<figure>{timeline_svg(timeline, labels, measured)}{key}"
         f"<figcaption>{caption}</figcaption></figure>"
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
 
@@ -40,27 +40,36 @@ def overlay_svg(
     """
     ranks = drawn(recording)
     measured = spans_of(recording, comparison.shown, lambda span: span.rank in set(ranks))
-    bars = [bar for at, rank in enumerate(ranks) for bar in _measured(measured, rank, 2 * at + 1)]
+    expected = {} if timeline is None else _predicted_seconds(timeline)
+    bars = [
+        bar
+        for at, rank in enumerate(ranks)
+        for bar in _measured(measured, rank, 2 * at + 1, expected)
+    ]
     if timeline is not None:
+        seconds = measured_seconds(recording, comparison)
         bars += [
             bar
             for at, rank in enumerate(ranks)
-            for bar in _predicted(timeline, recording.stage(rank), 2 * at)
+            for bar in _predicted(timeline, recording.stage(rank), 2 * at, seconds)
         ]
     total = max((bar.end for bar in bars), default=0.0)
     scale = (WIDTH - LEFT - 10) / total if total > 0 else 0.0
     deep = len(ranks) * (2 * _HIGH + 8)
     words = f"Predicted and measured step of {len(ranks)} ranks over {units.seconds(total)}."
-    parts = [opening(deep + 30, words)]
+    deep_row = 2 * _HIGH + 8
+    parts = [opening(deep + 30, words, deep_row, scale)]
+    parts += ticks(total, scale, deep)
+    detailed = len(bars) <= DETAILED
     for at, rank in enumerate(ranks):
-        y = at * (2 * _HIGH + 8)
+        y = at * deep_row
+        parts.append(f'<g data-ranks="{rank}">')
         parts.append(f'<text class="axis" x="0" y="{y + _HIGH + 4}">rank {rank}</text>')
         for row in (y, y + _HIGH):
             area = f"M{LEFT} {row + 1}h{WIDTH - LEFT - 10}v{_HIGH - 2}H{LEFT}z"
             parts.append(f'<path class="idle" d="{area}"/>')
-    detailed = len(bars) <= DETAILED
-    parts += [_rectangle(bar, scale, detailed) for bar in bars]
-    parts += ticks(total, scale, deep)
+        parts += [_rectangle(bar, scale, detailed) for bar in bars if bar.row // 2 == at]
+        parts.append("</g>")
     parts.append("</svg>")
     return "\n".join(parts)
 
@@ -73,13 +82,40 @@ def drawn(recording: MeasuredTimeline) -> list[int]:
     return ranks[:ROWS]
 
 
-def _measured(spans: Iterable[MeasuredSpan], rank: int, row: int) -> Iterable[_Bar]:
+def measured_seconds(
+    recording: MeasuredTimeline, comparison: RecordingComparison
+) -> dict[str, float]:
+    """Return the seconds of each computation in the step that is drawn, by action.
+
+    Of a stage with several ranks the longest counts.
+    """
+    found: dict[str, float] = {}
+    for span in spans_of(recording, comparison.shown, lambda span: span.track == "compute"):
+        found[span.name] = max(span.seconds, found.get(span.name, 0.0))
+    return found
+
+
+def _predicted_seconds(timeline: Timeline) -> dict[str, float]:
+    """Return the predicted seconds of each computation by action."""
+    spans = (span for span in timeline.spans if span.track == "compute")
+    return {str(span.action): span.end - span.start for span in spans}
+
+
+def _beside(title: str, other: str, seconds: float | None) -> str:
+    """Return the title with the other value of the same computation, where it is known."""
+    return title if seconds is None else f"{title}\n{other} {units.seconds(seconds)}"
+
+
+def _measured(
+    spans: Iterable[MeasuredSpan], rank: int, row: int, expected: Mapping[str, float]
+) -> Iterable[_Bar]:
     for span in spans:
         if span.rank != rank or span.track in ("wait", "receive", "whole", "collective"):
             continue
         title = f"measured {span.name}: {units.seconds(span.seconds)}"
         if span.track == "compute":
             style = _style(span.action.kind, span.action.microbatch)
+            title = _beside(title, "predicted", expected.get(span.name))
             yield _Bar(row, style, title, span.start, span.end)
         elif span.track == "send":
             title += "" if span.exact else " at most"
@@ -88,12 +124,16 @@ def _measured(spans: Iterable[MeasuredSpan], rank: int, row: int) -> Iterable[_B
             yield _Bar(row, "u", title, span.start, span.end)
 
 
-def _predicted(timeline: Timeline, stage: int, row: int) -> Iterable[_Bar]:
+def _predicted(
+    timeline: Timeline, stage: int, row: int, seconds: Mapping[str, float]
+) -> Iterable[_Bar]:
     for span in timeline.spans:
         if span.action.stage != stage or span.track == "receive":
             continue
         title = f"predicted {span.action}: {units.seconds(span.end - span.start)}"
         strip = span.track == "send"
+        if not strip:
+            title = _beside(title, "measured", seconds.get(str(span.action)))
         style = "t" if strip else _style(span.action.kind, span.action.microbatch)
         yield _Bar(row, style, title, span.start, span.end, strip)
     for update in timeline.updates:

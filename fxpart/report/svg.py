@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from fxpart import units
@@ -17,52 +17,91 @@ LEFT = 76
 # Above this many spans, none has a tooltip: the file has to stay below a megabyte.
 DETAILED = 2500
 
+_BOTTOM = 30  # height of the time axis
+KINDS = {
+    ActionKind.F: "forward",
+    ActionKind.B: "backward",
+    ActionKind.I: "input gradient",
+    ActionKind.W: "weight gradient",
+}
+
 PARTS = (
     "weights", "gradients", "optimizer", "activations", "buffers", "transfers", "copies", "sums",
 )  # fmt: skip
 
 
-def timeline_svg(timeline: Timeline) -> str:
-    """Draw a row for each rank: forwards, backwards and, below, transfers."""
+def timeline_svg(
+    timeline: Timeline, labels: Sequence[str] = (), measured: Mapping[str, float] | None = None
+) -> str:
+    """Draw a row for each rank: forwards, backwards and, below, transfers.
+
+    labels: the plan's ranks in each row, "0-3"; by default the row's number. measured: seconds by
+    action ("0F3"), for the tooltips.
+    """
     row = 30 if timeline.ranks <= 16 else 16 if timeline.ranks <= 48 else 8
-    height = timeline.ranks * row + 30
+    height = timeline.ranks * row + _BOTTOM
     scale = (WIDTH - LEFT - 10) / timeline.step_seconds if timeline.step_seconds > 0 else 0.0
     label = (
         f"Timeline of {timeline.ranks} ranks over {units.seconds(timeline.step_seconds)}; "
         f"pipeline bubble {units.percent(timeline.bubble)}."
     )
-    parts = [opening(height, label)]
+    parts = [opening(height, label, row, scale)]
+    parts += ticks(timeline.step_seconds, scale, timeline.ranks * row)  # below the blocks
+    detailed = len(timeline.spans) <= DETAILED
+    spans: dict[int, list[Span]] = {}
+    for span in timeline.spans:
+        spans.setdefault(span.rank, []).append(span)
     for rank in range(timeline.ranks):
+        name = labels[rank] if rank < len(labels) else str(rank)
+        parts.append(f'<g data-ranks="{name}">')
         if row >= 16 or rank % 8 == 0:
             y = max(rank * row + row / 2 + 4, 10)
-            parts.append(f'<text class="axis" x="0" y="{y:.0f}">rank {rank}</text>')
+            text = shortened(name, 9)
+            parts.append(f'<text class="axis" x="0" y="{y:.0f}">rank {text}</text>')
         y = rank * row
         parts.append(
             f'<path class="idle" d="M{LEFT} {y + 1}h{WIDTH - LEFT - 10}v{row - 2}H{LEFT}z"/>'
         )
-    draw = _detailed if len(timeline.spans) <= DETAILED else _merged
-    parts += draw(timeline.spans, row, scale)
-    parts += _updates(timeline.updates, row, scale)
-    parts += ticks(timeline.step_seconds, scale, timeline.ranks * row)
+        own = spans.get(rank, [])
+        parts += (
+            _detailed(own, row, scale, name, measured or {})
+            if detailed
+            else _merged(own, row, scale)
+        )
+        parts += _updates([u for u in timeline.updates if u.rank == rank], row, scale)
+        parts.append("</g>")
     parts.append("</svg>")
     return "\n".join(parts)
 
 
-def opening(height: int, label: str) -> str:
-    """Return the opening tag of a picture of this height in pixels, described by ``label``."""
+def opening(height: int, label: str, row: int = 0, scale: float = 0.0) -> str:
+    """Return the opening tag of a picture of this height in pixels, described by ``label``.
+
+    row: height of a rank's row, where there is a group for each rank. scale: pixels per second.
+    """
+    data = ""
+    if row:
+        unit = 1 / scale if scale else 0.0
+        data = (
+            f' data-row="{row}" data-bottom="{_BOTTOM}" data-left="{LEFT}" data-unit="{unit:.6g}"'
+        )
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}" '
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}"{data} '
         f'xmlns="http://www.w3.org/2000/svg">'
     )
 
 
-def _detailed(spans: Sequence[Span], row: int, scale: float) -> list[str]:
+def _detailed(
+    spans: Sequence[Span], row: int, scale: float, ranks: str, measured: Mapping[str, float]
+) -> list[str]:
     """Draw a rectangle with a tooltip for each span, and the microbatch's number if it fits."""
     parts = []
     for span in spans:
         x, width = LEFT + span.start * scale, (span.end - span.start) * scale
         y, tall = _row(span, row)
-        title = f"{span.action}: {units.seconds(span.start)} to {units.seconds(span.end)}"
+        title = describe_span(span, ranks)
+        if str(span.action) in measured:
+            title += f"\nmeasured {units.seconds(measured[str(span.action)])}"
         parts.append(
             f'<rect class="{_class(span)}" x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" '
             f'height="{tall}"><title>{escape(title)}</title></rect>'
@@ -72,6 +111,17 @@ def _detailed(spans: Sequence[Span], row: int, scale: float) -> list[str]:
             number = span.action.microbatch
             parts.append(f'<text class="in" x="{middle:.1f}" y="{base:.0f}">{number}</text>')
     return parts
+
+
+def describe_span(span: Span, ranks: str) -> str:
+    """Return what a block is, where it runs and how long it is predicted to take, on lines."""
+    action = span.action
+    what = KINDS.get(action.kind, "transfer") if span.track == "compute" else "transfer"
+    return (
+        f"{action}: {what} of microbatch {action.microbatch}\nstage {action.stage}, rank {ranks}\n"
+        f"predicted {units.seconds(span.end - span.start)}, from {units.seconds(span.start)} to "
+        f"{units.seconds(span.end)}"
+    )
 
 
 def _updates(updates: Sequence[UpdateSpan], row: int, scale: float) -> list[str]:
@@ -89,16 +139,27 @@ def _updates(updates: Sequence[UpdateSpan], row: int, scale: float) -> list[str]
 
 
 def _merged(spans: Sequence[Span], row: int, scale: float) -> list[str]:
-    """Draw one path for each kind of span."""
-    paths: dict[str, list[str]] = {}
+    """Draw one path for each kind of span of each stage, with its microbatches in order."""
+    paths: dict[tuple[str, str, int], list[str]] = {}
+    numbers: dict[tuple[str, str, int], list[str]] = {}
     for span in spans:
         if span.track == "receive":
             continue
         x, width = LEFT + span.start * scale, max((span.end - span.start) * scale, 0.3)
         y, tall = _row(span, row)
-        step = f"M{x:.1f} {y}h{width:.1f}v{tall}h-{width:.1f}z"
-        paths.setdefault(_class(span), []).append(step)
-    return [f'<path class="{name}" d="{"".join(d)}"/>' for name, d in sorted(paths.items())]
+        computes = span.track == "compute"
+        what = KINDS.get(span.action.kind, "") if computes else ""
+        key = (_class(span), what, span.action.stage if computes else -1)
+        paths.setdefault(key, []).append(f"M{x:.1f} {y}h{width:.1f}v{tall}h-{width:.1f}z")
+        numbers.setdefault(key, []).append(str(span.action.microbatch))
+    found = []
+    for (style, what, stage), steps in sorted(paths.items()):
+        data = ""
+        if what:
+            listed = " ".join(numbers[style, what, stage])
+            data = f' data-kind="{what}" data-stage="{stage}" data-microbatches="{listed}"'
+        found.append(f'<path class="{style}"{data} d="{"".join(steps)}"/>')
+    return found
 
 
 def _row(span: Span, row: int) -> tuple[int, int]:
@@ -119,7 +180,7 @@ def _class(span: Span) -> str:
 
 def ticks(total: float, scale: float, y: int) -> list[str]:
     """Draw a time axis at ``y``, from 0 to ``total`` seconds."""
-    parts = []
+    parts = ['<g class="time">']
     for index in range(6):
         at = total * index / 5
         x = LEFT + at * scale
@@ -129,7 +190,7 @@ def ticks(total: float, scale: float, y: int) -> list[str]:
             f'<text class="axis" text-anchor="{anchor}" x="{x:.1f}" y="{y + 20}">'
             f"{units.seconds(at)}</text>"
         )
-    return parts
+    return [*parts, "</g>"]
 
 
 def memory_svg(plan: Plan) -> str:

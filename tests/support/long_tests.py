@@ -50,6 +50,8 @@ _CASES = (
     r"test_real_runs\.py::test_the_right_rank_is_named\[kill-1",
     r"repository/test_examples\.py::test_all_axes_under_torchrun",
     r"interop/test_engine_readers\.py::test_plan_from_prices",
+    r"report/test_page_script\.py::test_nothing_overlaps\S*\[1280",
+    r"report/test_page_script\.py::test_blocks_of_large",
     r"runtime/queues/test_ranks\.py::test_the_command_line_goes_on_without_a_killed_rank",
     r"runtime/queues/test_ranks\.py::test_a_killed_copy_is_missed_by_nobody\[[23]",
     r"runtime/queues/test_auc\.py",
