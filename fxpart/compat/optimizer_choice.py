@@ -13,6 +13,7 @@ import torch
 from fxpart.compat import optimizer_over
 from fxpart.compat.multi_optimizer import NamedOptimizerFactory, members
 from fxpart.errors import FxpartError, error
+from fxpart.optim import BasisRotation, Muon
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
@@ -45,7 +46,7 @@ def choose(optimizer: object = "adamw") -> OptimizerChoice:
         raise error(
             "FXP109",
             where=f"optimizer={optimizer!r}",
-            why="torch.optim has no optimizer of this name",
+            why="neither torch.optim nor fxpart.optim has an optimizer of this name",
             fix=f"use one of {', '.join(sorted(table))}; or a class or function of parameters",
         )
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -211,11 +212,12 @@ def is_torch_class(choice: OptimizerChoice) -> bool:
 
 
 def _named() -> dict[str, type[torch.optim.Optimizer]]:
-    """Return torch.optim's classes by lowercase name."""
-    return {
+    """Return the classes of torch.optim and fxpart.optim by lowercase name."""
+    found = {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type)
         and issubclass(kind, torch.optim.Optimizer)
         and kind is not torch.optim.Optimizer
     }
+    return {**found, "muon": Muon, "basisrotation": BasisRotation}

@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "registry",
         "_version",
         "compat",
+        "optim",
     ),
     ("cluster", "schedule", "sharding", "checkpoint", "diagnostics", "launch"),
     ("plan", "program", "solver", "costs"),

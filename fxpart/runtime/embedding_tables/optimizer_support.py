@@ -6,6 +6,7 @@ import torch
 
 from fxpart.compat.multi_optimizer import MultiOptimizer
 from fxpart.errors import FxpartError, Problem
+from fxpart.optim import MatrixOptimizer
 from fxpart.runtime.embedding_tables.sparse_gradients import SparseGradients
 from fxpart.runtime.state.model_state import ModelState
 
@@ -22,14 +23,16 @@ def check_optimizer_support(
 ) -> None:
     """Raise FXP109 if a parameter's optimizer does not support its gradients.
 
-    rows: parameters with sparse gradients. Classes outside torch.optim are not checked.
+    rows: parameters with sparse gradients. Classes of others are not checked.
     """
     sparse = rows.entries
     names = {id(p): name for name, p in state.parameters()}
     problems: list[Problem] = []
     for one in optimizer.each if isinstance(optimizer, MultiOptimizer) else [optimizer]:
         kind = type(one)
-        dense_only = any(kind is getattr(torch.optim, name, None) for name in _DENSE_ONLY)
+        dense_only = isinstance(one, MatrixOptimizer) or any(
+            kind is getattr(torch.optim, name, None) for name in _DENSE_ONLY
+        )
         mine = [names[id(p)] for g in one.param_groups for p in g["params"] if id(p) in names]
         for name in mine:
             where = f"optimizer {kind.__name__}, {name}"

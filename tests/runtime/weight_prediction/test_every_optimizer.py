@@ -13,6 +13,7 @@ from hand_stages import language
 from torch import nn
 
 from fxpart.errors import FxpartError
+from fxpart.optim import BasisRotation, Muon
 from fxpart.runtime import InProcess
 from fxpart.runtime.asynchronous import AsyncTrainer
 from fxpart.runtime.weight_prediction import SpikeCompensatedSGD
@@ -57,7 +58,7 @@ def every_class() -> list[type[torch.optim.Optimizer]]:
 
 
 REFUSED = {torch.optim.LBFGS: "FXP115", torch.optim.SparseAdam: "FXP109"}
-OWN = [Bare, Signs, SpikeCompensatedSGD]
+OWN = [Bare, Signs, SpikeCompensatedSGD, BasisRotation, Muon]
 STEPPED = [kind for kind in [*every_class(), *OWN] if kind not in REFUSED]
 
 

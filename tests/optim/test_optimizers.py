@@ -1,0 +1,212 @@
+"""Optimizers of whole matrices: torch's own steps, an oracle in NumPy, invariance and memory."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from fxpart.compat.optimizer_choice import choose, state_bytes, tensors_in
+from fxpart.errors import FxpartError
+from fxpart.optim import BasisRotation, Muon
+
+SHAPES = ((6, 4), (3, 5), (4,), (2, 2, 3), (1, 1))
+Array = NDArray[np.float64]
+EPS = 1e-3  # the first rotated gradient is diagonal: elsewhere rounding errors are divided by it
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=draw, dtype=dtype)) for s in SHAPES]
+
+
+def give_gradients(given: list[nn.Parameter], seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    for p in given:
+        p.grad = torch.randn(p.shape, generator=draw, dtype=p.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs_and_adamw(dtype: torch.dtype, nesterov: bool) -> None:
+    """Bit for bit, the other parameters with their share of the learning rate."""
+    mine, torchs = parameters(dtype), parameters(dtype)
+    own = Muon(mine, lr=0.02, nesterov=nesterov, weight_decay=0.1, other_lr=0.25)
+    others = {"lr": 0.02 * 0.25, "weight_decay": 0.1, "foreach": False}
+    real = [
+        torch.optim.Muon([p for p in torchs if p.ndim == 2], lr=0.02, nesterov=nesterov),
+        torch.optim.AdamW([p for p in torchs if p.ndim != 2], **others),
+    ]
+    for seed in range(5):
+        give_gradients(mine, seed)
+        give_gradients(torchs, seed)
+        for optimizer in (own, *real):
+            optimizer.step()
+    for p, q in zip(mine, torchs, strict=True):
+        assert torch.equal(p, q) or (p.ndim != 2 and torch.allclose(p, q, rtol=1e-6, atol=1e-6))
+
+
+class Rotated:
+    """The published steps for one matrix, in NumPy."""
+
+    def __init__(self, weight: Array, refresh: int, geometry: str) -> None:
+        self.weight, self.refresh = weight.copy(), refresh
+        rows, columns = weight.shape
+        self.sides = [geometry == "bi" or rows <= columns, geometry == "bi" or rows > columns]
+        self.moments = [np.zeros((size, size)) for size in weight.shape]
+        self.bases = [np.eye(size) for size in weight.shape]
+        self.first, self.second, self.count = np.zeros_like(weight), np.zeros_like(weight), 0
+
+    def step(self, g: Array, lr: float, beta1: float, beta2: float, decay: float) -> None:
+        self.count += 1
+        for side, outer in enumerate((g @ g.T, g.T @ g)):
+            self.moments[side] = beta2 * self.moments[side] + (1 - beta2) * outer
+            if self.sides[side] and self.count == 1:
+                values, vectors = np.linalg.eigh(self.moments[side])
+                self.bases[side] = vectors[:, np.argsort(-values)]
+            elif self.sides[side] and self.count % self.refresh == 0:
+                basis, moment = self.bases[side], self.moments[side]
+                order = np.argsort(-np.diag(basis.T @ moment @ basis))
+                self.second = np.take(self.second, order, axis=side)
+                self.bases[side] = np.linalg.qr(moment @ basis[:, order])[0]
+        left, right = self.bases
+        self.first = beta1 * self.first + (1 - beta1) * g
+        self.second = beta2 * self.second + (1 - beta2) * (left.T @ g @ right) ** 2
+        scaled = left.T @ self.first @ right / (np.sqrt(self.second) + EPS)
+        rate = lr * np.sqrt(1 - beta2**self.count) / (1 - beta1**self.count)
+        self.weight = (1 - lr * decay) * self.weight - rate * left @ scaled @ right.T
+
+
+@pytest.mark.parametrize("refresh", [1, 3, 10])
+@pytest.mark.parametrize(
+    ("shape", "geometry"),
+    [((4, 4), "bi"), ((4, 4), "uni"), ((5, 3), "uni"), ((3, 5), "uni")],
+)
+def test_basis_rotation_is_its_formula(shape: Any, refresh: int, geometry: str) -> None:
+    """In double precision; both sides of a square, as a rectangle's vectors are not unique."""
+    draw = np.random.default_rng(0)
+    start = draw.normal(size=shape)
+    weight = nn.Parameter(torch.tensor(start))
+    optimizer = BasisRotation(
+        [weight], lr=0.01, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1, refresh=refresh,
+        geometry=geometry,
+    )  # fmt: skip
+    oracle = Rotated(start, refresh, geometry)
+    for _ in range(25):
+        gradient = draw.normal(size=shape)
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        oracle.step(gradient, 0.01, 0.9, 0.95, 0.1)
+        assert np.abs(weight.detach().numpy() - oracle.weight).max() < 1e-12
+
+
+def test_the_first_step_can_be_skipped() -> None:
+    """Then a rounding error in the first gradient stays one."""
+    for skip, apart in ((True, 1e-10), (False, 1e-3)):
+        ends = []
+        for noise in (0.0, 1e-14):
+            weights = [nn.Parameter(torch.ones(4, 4).double())]
+            optimizer = BasisRotation(weights, lr=0.01, eps=1e-20, skip_first=skip)
+            before = weights[0].detach().clone()
+            for seed in range(2):
+                give_gradients(weights, seed)
+                if not seed:
+                    weights[0].grad = weights[0].grad + noise * torch.ones(4, 4).double().tril()
+                optimizer.step()
+                assert torch.equal(weights[0], before) == (skip and not seed)
+            ends.append(weights[0].detach().clone())
+        assert (float((ends[0] - ends[1]).abs().max()) > apart) != skip
+
+
+def test_one_by_one_and_no_rotation_is_adamw() -> None:
+    """Where nothing can be rotated: the epsilon alone is at another place."""
+    for options in ({}, {"longest": 0}):
+        mine, torchs = parameters(), parameters()
+        if not options:
+            mine, torchs = mine[2:], torchs[2:]
+        own = BasisRotation(mine, lr=0.01, betas=(0.9, 0.99), **options)
+        real = torch.optim.AdamW(torchs, lr=0.01, betas=(0.9, 0.99))
+        for seed in range(8):
+            give_gradients(mine, seed)
+            give_gradients(torchs, seed)
+            own.step()
+            real.step()
+        assert all(
+            torch.allclose(p, q, rtol=0, atol=1e-6) for p, q in zip(mine, torchs, strict=True)
+        )
+
+
+@pytest.mark.parametrize("refresh", [1, 10])
+def test_a_rotated_problem_has_rotated_weights(refresh: int) -> None:
+    """W -> Q W P with orthogonal Q, P: the same path, where AdamW takes another."""
+    draw = torch.Generator().manual_seed(0)
+    target, x, q, p = (torch.randn(4, 4, generator=draw, dtype=torch.float64) for _ in range(4))
+    q, p = torch.linalg.qr(q)[0], torch.linalg.qr(p)[0]
+    rotation = partial(BasisRotation, lr=0.05, eps=1e-6, refresh=refresh, weight_decay=0.0)
+    adamw = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.0)
+    apart = []
+    for make in (rotation, adamw):
+        ends = []
+        for left, right in ((torch.eye(4).double(), torch.eye(4).double()), (q, p)):
+            weight = nn.Parameter(left @ torch.ones(4, 4).double().tril() @ right)
+            optimizer = make([weight])
+            for _ in range(30):
+                optimizer.zero_grad()
+                plain = left.T @ weight @ right.T
+                ((plain - target) @ x).square().sum().backward()
+                optimizer.step()
+            ends.append(left.T @ weight.detach() @ right.T)
+        apart.append(float((ends[0] - ends[1]).abs().max()))
+    assert apart[0] < 2e-6 < 0.1 < apart[1]
+
+
+def test_memory_is_what_the_planner_takes() -> None:
+    """2 (r^2 + c^2) elements beside those of Adam, of the sides that are rotated."""
+    rows, columns = 6, 4
+    for options, squares in (
+        ({}, 2 * (rows**2 + columns**2)),
+        ({"geometry": "uni"}, 2 * columns**2),
+        ({"longest": 5}, 2 * columns**2),
+    ):
+        weight = nn.Parameter(torch.zeros(rows, columns))
+        optimizer = BasisRotation([weight], **options)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        real = sum(t.numel() * t.element_size() for t in tensors_in(optimizer.state[weight]))
+        assert real == 4 * (squares + 2 * rows * columns + 1)
+        made: Any = partial(BasisRotation, **options)
+        assert state_bytes(choose(made), [((rows, columns), torch.float32)]) == [real]
+    (large,) = state_bytes(choose(BasisRotation), [((4096, 1024), torch.float32)])
+    assert large == 4 * (2 * (4096**2 + 1024**2) + 2 * 4096 * 1024 + 1)
+    (muon,) = state_bytes(choose(Muon), [((4096, 1024), torch.float32)])
+    assert muon == 4 * (4096 * 1024 + 1)
+
+
+@pytest.mark.parametrize("kind", [Muon, BasisRotation])
+def test_what_cannot_be_stepped(kind: Any) -> None:
+    for options in ({"lr": -1.0}, {"eps": -1.0}, {"other_lr": -1}, {"betas": (0.9, 1.0)}):
+        with pytest.raises(FxpartError, match="out of range"):
+            kind(parameters(), **options)
+    weight = nn.Parameter(torch.zeros(3, 2))
+    optimizer = kind([weight])
+    weight.grad = torch.ones(3, 2).to_sparse(1)
+    with pytest.raises(FxpartError, match="sparse"):
+        optimizer.step()
+    other = kind(parameters())
+    give_gradients([*other.param_groups[0]["params"]], 1)
+    assert other.step(lambda: 3) == 3
+    again = kind(parameters())
+    again.load_state_dict(copy.deepcopy(other.state_dict()))
+    pairs = list(zip(*(o.param_groups[0]["params"] for o in (other, again)), strict=True))
+    for p, q in pairs:
+        q.data = p.data.clone()
+    for one, given in zip((other, again), zip(*pairs, strict=True), strict=True):
+        give_gradients([*given], 2)
+        one.step()
+    assert all(torch.equal(p, q) for p, q in pairs)
