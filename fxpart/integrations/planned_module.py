@@ -130,8 +130,7 @@ class PlannedModule:
         assert self.optimizer is not None, "there is no optimizer"
         if self.trainer is None:
             return self.optimizer.state_dict()
-        found = self.trainer.optimizer_state_dict(first_only=first_only)
-        return _number_parameters(found, self.optimizer, self.module) if found else {}
+        return self.trainer.optimizer_state_dict(first_only=first_only, numbered=True)
 
     def release(self) -> None:
         """Write weights and optimizer state back and close the trainer; collective."""
@@ -178,29 +177,3 @@ class PlannedModule:
         made.calls = self.calls
         self.trainer = made
         return made
-
-
-def _number_parameters(
-    found: Mapping[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module
-) -> dict[str, Any]:
-    """Return gathered state with numbers for parameters, in the order of the optimizer's groups."""
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    state: dict[int, Any] = {}
-    groups: list[dict[str, Any]] = []
-    number = 0
-    for group, gathered in zip(optimizer.param_groups, found["param_groups"], strict=True):
-        options = {
-            key: tuple(value) if isinstance(group.get(key), tuple) else value
-            for key, value in gathered.items()
-            if key != "params"
-        }
-        mine = list(range(number, number + len(group["params"])))
-        for parameter in group["params"]:
-            known = [n for n in aliases.get(id(parameter), ()) if n in found["state"]]
-            if known:
-                state[number] = found["state"][known[0]]
-            number += 1
-        groups.append({**options, "params": mine})
-    return {"state": state, "param_groups": groups}

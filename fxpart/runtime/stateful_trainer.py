@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from fxpart.compat import plain_name
+from fxpart.errors import error
 from fxpart.runtime.gradients.communication import gather_gradients
 from fxpart.runtime.gradients.stage_replicas import reduce_gradients_temporarily
 from fxpart.runtime.optimizer.optimizer_state import (
@@ -173,15 +174,36 @@ class StatefulTrainer(TrainerBase):
             self.watch.accept()
         self.divisors.renew()
 
-    def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
-        """Return ``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name."""
+    def optimizer_state_dict(
+        self, *, first_only: bool = False, numbered: bool = False
+    ) -> dict[str, Any]:
+        """Return ``{"state": {name: {...}}, "param_groups": [...]}`` by original parameter name.
+
+        first_only: only rank 0 receives it, others an empty dict. numbered: by numbers of
+        parameters, as the ``state_dict()`` of the user's optimizer instance, which can load it;
+        FXP109 if the trainer was created without an instance.
+        """
         assert self.optimizer is not None, "there is no optimizer"
+        user = self._user_optimizer
+        if numbered and user is None:
+            raise error(
+                "FXP109",
+                where="optimizer_state_dict(numbered=True)",
+                why="the trainer was not created with an optimizer instance, so its parameters "
+                "have no numbers",
+                fix="leave out numbered=, or pass an instance to program.trainer()",
+            )
         self._agree_on_call(f"optimizer_state_dict {first_only}")
         with convert_transport_errors(self._transport, "gathering optimizer state"):
-            optimizers = merge_optimizers(self.optimizers)
-            return gather_optimizer_state(
-                self._state, self._shards, optimizers, first_only=first_only
-            )
+            found = self._gather_optimizer_state(first_only)
+        if numbered and user is not None and found:
+            return user.number_state(found, self.spec.aliases)
+        return found
+
+    def _gather_optimizer_state(self, first_only: bool) -> dict[str, Any]:
+        """Return the optimizer state of all ranks by original parameter name."""
+        optimizers = merge_optimizers(self.optimizers)
+        return gather_optimizer_state(self._state, self._shards, optimizers, first_only=first_only)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`optimizer_state_dict`, also of another number of ranks."""

@@ -175,6 +175,7 @@ class TrainerBase(EntryPoints):
         self._stale = False  # Gradients are those of the last update, reduced.
         self._groups: tuple[ParameterGroup, ...] = ()
         self.optimizers: Mapping[Place, torch.optim.Optimizer] = {}
+        self._user_optimizer: UserOptimizer | None = None
         self.optimizer = self._prepare_optimizers(optimizer, groups)
 
     @property
@@ -319,7 +320,7 @@ class TrainerBase(EntryPoints):
         state, alone = self._state, len(self._transport.local) == self._transport.ranks
         division = get_optimizer_division(state, self._shards, by_stage=self.is_asynchronous)
         names = {id(p): name for name, p in state.parameters()}
-        user = given if isinstance(given, UserOptimizer) else None
+        user = self._user_optimizer = given if isinstance(given, UserOptimizer) else None
 
         def check() -> tuple[bool, str]:
             each = self.optimizers.values()

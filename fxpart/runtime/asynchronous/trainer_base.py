@@ -20,7 +20,7 @@ from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.optimizer.update_options import StageUpdateOptions, UpdateOptions
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
-from fxpart.runtime.transport.agreement import agree, convert_transport_errors
+from fxpart.runtime.transport.agreement import agree
 from fxpart.runtime.weight_prediction import ErrorFeedback, PipeMareCorrection, Predictor
 from fxpart.schedule.weight_modes import WeightMode
 
@@ -117,20 +117,19 @@ class AsyncTrainerBase(Inference):
     # The calls below read or write the whole model, so the pipeline is flushed first.
     eval_step = _flush_first(Inference.eval_step)
     predict = _flush_first(Inference.predict)
+    predict_with_loss = _flush_first(Inference.predict_with_loss)
     evaluate = _flush_first(Inference.evaluate)
     state_dict = _flush_first(Inference.state_dict)
     save_pretrained = _flush_first(Inference.save_pretrained)
     load_state_dict = _flush_first(Inference.load_state_dict)
 
-    @_flush_first
-    def optimizer_state_dict(self, *, first_only: bool = False) -> dict[str, Any]:
-        """Gather the optimizer state by original parameter names; every rank must call it."""
-        assert self.optimizer is not None, "there is no optimizer"
-        self._agree_on_call(f"optimizer_state_dict {first_only}")
-        with convert_transport_errors(self._transport, "gathering optimizer state"):
-            return gather_stage_optimizer_state(
-                self._state, self._shards, self.optimizers, first_only=first_only
-            )
+    optimizer_state_dict = _flush_first(Inference.optimizer_state_dict)
+
+    def _gather_optimizer_state(self, first_only: bool) -> dict[str, Any]:
+        """Return the optimizer state of all stages by original parameter name."""
+        return gather_stage_optimizer_state(
+            self._state, self._shards, self.optimizers, first_only=first_only
+        )
 
     @_flush_first
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:

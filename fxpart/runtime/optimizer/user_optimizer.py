@@ -133,6 +133,32 @@ class UserOptimizer:
                 made.update(f"{name} {key} {checksum(value) if tensor else value!r}".encode())
         return f"of {[len(names) for names in self.names]} state {made.hexdigest()}"
 
+    def number_state(
+        self, gathered: Mapping[str, Any], aliases: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Return gathered state by the numbers of the instance's parameters.
+
+        aliases: main names of tied parameters, by their other names.
+        """
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        number = 0
+        for own, names, theirs in zip(
+            self.instance.param_groups, self.names, gathered["param_groups"], strict=True
+        ):
+            group = {
+                key: tuple(value) if isinstance(own.get(key), tuple) else value
+                for key, value in theirs.items()
+                if key not in ("params", "param_names")
+            }
+            groups.append({**group, "params": list(range(number, number + len(names)))})
+            for name in names:
+                known = gathered["state"].get(aliases.get(name, name))
+                if known is not None:
+                    state[number] = known
+                number += 1
+        return {"state": state, "param_groups": groups}
+
     # -- internals --------------------------------------------------------------------------------
 
     def _copy_state(self, optimizer: torch.optim.Optimizer, locate: Locate) -> None:
