@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,7 +180,17 @@ def _show(path: str, as_json: bool) -> int:
 
 
 def _format_progress(show: Callable[[str], None] | None) -> Callable[[str, int, int], None] | None:
-    """Return a function that shows progress as text."""
+    """Return a function that shows progress as text, with the time that is left of a phase."""
     if show is None:
         return None
-    return lambda what, done, of: show(f"{what} {done} of {of}" if of else f"{what} {done}")
+    began: dict[str, tuple[float, int]] = {}
+
+    def report(what: str, done: int, of: int) -> None:
+        start, first = began.setdefault(what, (time.monotonic(), done))
+        left = ""
+        if done > first and of > done:
+            seconds = (time.monotonic() - start) / (done - first) * (of - done)
+            left = f", about {seconds:.0f} s left"
+        show(f"{what} {done} of {of}{left}" if of else f"{what} {done}")
+
+    return report

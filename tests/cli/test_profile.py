@@ -203,3 +203,17 @@ def test_the_stages_of_a_plan(
     msgspec.structs.replace(other, cluster=cluster, cluster_hash=cluster.hash).dump(plan)
     assert run([*profiling, "--budget", "4s", "--for", plan]) == 2
     assert "FXP305" in capsys.readouterr().err
+
+
+def test_progress_estimates_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fxpart.cli import profile
+
+    clock = iter((100.0, 100.0, 104.0, 106.0))
+    monkeypatch.setattr(profile.time, "monotonic", lambda: next(clock))
+    shown: list[str] = []
+    report = profile._format_progress(shown.append)
+    assert report is not None and profile._format_progress(None) is None
+    report("ops", 0, 10)
+    report("ops", 2, 10)
+    report("trial runs", 3, 0)
+    assert shown == ["ops 0 of 10", "ops 2 of 10, about 16 s left", "trial runs 3"]

@@ -11,6 +11,7 @@ import tomllib
 import types
 from collections.abc import Iterator
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -232,14 +233,32 @@ def test_export_needs_neither_torch_nor_or_tools(tmp_path: Path) -> None:
 # What follows uses the engines' own parsers, where their packages are installed.
 
 
+def need(engine: str, module: str) -> Any:
+    """Import a module of an engine; skip where the package or its version is not there."""
+    spec = ENGINES[engine]
+    try:
+        found = metadata.version(spec.package)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{spec.package} is not installed")
+    if found != spec.version:
+        pytest.skip(f"{spec.package} {found} is installed, not {spec.version}")
+    try:
+        return importlib.import_module(module)
+    except ImportError as why:
+        pytest.skip(f"{spec.package} is not complete: {why}")
+
+
+def test_each_engine_has_its_row_in_the_documents() -> None:
+    page = (Path(__file__).parents[2] / "fxpart/docs/other_engines.md").read_text(encoding="utf-8")
+    for name in ENGINES.builtin:
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        assert ENGINES[name].version in row and ENGINES[name].summary.endswith(".")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_torchtitan_parses_its_arguments(name: str) -> None:
-    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
-    try:
-        importlib.import_module("torchtitan.models.llama3.config_registry")
-    except ImportError as why:
-        pytest.skip(f"torchtitan is not complete: {why}")
-    manager = importlib.import_module("torchtitan.config").ConfigManager()
+    need("torchtitan", "torchtitan.models.llama3.config_registry")
+    manager = need("torchtitan", "torchtitan.config").ConfigManager()
     text = written(name, "torchtitan").files["torchtitan.args"]
     model = ["--module", "llama3", "--config", "llama3_debugmodel"]
     found = manager.parse_args([*model, *shlex.split(text, comments=True)])
@@ -253,8 +272,7 @@ def test_torchtitan_parses_its_arguments(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_megatron_parses_its_layout(name: str) -> None:
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    module = importlib.import_module("megatron.core.transformer.pipeline_parallel_layer_layout")
+    module = need("megatron", "megatron.core.transformer.pipeline_parallel_layer_layout")
     degrees = degrees_of(name)
     layout = find_layout(degrees)
     if layout is not None:
@@ -265,8 +283,7 @@ def test_megatron_parses_its_layout(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_deepspeed_accepts_its_configuration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    module = importlib.import_module("deepspeed.runtime.config")
+    module = need("deepspeed", "deepspeed.runtime.config")
     degrees = degrees_of(name)
     monkeypatch.setattr(module.dist, "get_rank", lambda *_: 0)
     ranks = types.SimpleNamespace(get_data_parallel_world_size=lambda: degrees.data)
@@ -277,10 +294,9 @@ def test_deepspeed_accepts_its_configuration(name: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", NAMES)
 def test_accelerate_accepts_its_configuration(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    module = need("accelerate", "accelerate.commands.config.config_args")
     path = tmp_path / "accelerate.yaml"
     path.write_text(written(name, "accelerate").files["accelerate.yaml"])
-    module = importlib.import_module("accelerate.commands.config.config_args")
     found = module.load_config_from_file(str(path))
     launch = importlib.import_module("accelerate.commands.launch").launch_command_parser()
     known = {action.dest for action in launch._actions}

@@ -137,6 +137,7 @@ def test_ray_script_runs_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyP
             self.loop = loop
 
         def fit(self) -> None:
+            os.chdir("/")  # as Ray does on its workers
             self.loop()
 
     ray, train, torch_part = (ModuleType(n) for n in ("ray", "ray.train", "ray.train.torch"))
@@ -146,14 +147,16 @@ def test_ray_script_runs_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for module in (ray, train, torch_part):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(sys, "argv", ["job_ray.py"])
-    program = tmp_path / "train.py"
-    program.write_text(
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(
         "import json, sys\n"
         f"open({str(tmp_path / 'seen')!r}, 'w').write(json.dumps([__name__, sys.argv[1:]]))\n"
     )
-    text = write("ray", program=(str(program), *AWKWARD[1:]), gpus=False, restarts=2)
+    text = write("ray", gpus=False, restarts=2)
     exec(compile(text, "job_ray.py", "exec"), {"__name__": "__main__"})
     assert json.loads((tmp_path / "seen").read_text()) == ["__main__", list(AWKWARD[1:])]
+    assert Path.cwd() == tmp_path
     assert given["ScalingConfig"] == {
         "num_workers": 8, "use_gpu": False, "resources_per_worker": {"CPU": 1.0},
         "placement_strategy": "PACK",

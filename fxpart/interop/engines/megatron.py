@@ -85,7 +85,8 @@ def find_layout(degrees: PlanDegrees) -> str | None:
     if degrees.virtual > 1 and SCHEDULES[degrees.plan.schedule].placement == "V":
         return None
     stages = ["t" * (end - first) for first, end in degrees.layers]
-    stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
+    stages[0] = f"E{stages[0]}"
+    stages[-1] = f"{stages[-1]}L"
     return "|".join(stages)
 
 

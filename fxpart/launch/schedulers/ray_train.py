@@ -1,7 +1,7 @@
 """Ray: a script that runs the program on the workers of a TorchTrainer.
 
 Ray Train starts the processes and their process group instead of torchrun; fxpart uses the group
-that it finds. Source: Ray 2.40, ray.train.torch.TorchTrainer, ray.train.ScalingConfig, RunConfig
+that it finds. Source: Ray 2.60, ray.train.torch.TorchTrainer, ray.train.ScalingConfig, RunConfig
 and FailureConfig.
 """
 
@@ -25,16 +25,24 @@ from ray.train.torch import TorchConfig, TorchTrainer
 PROGRAM = {program!r}
 ARGUMENTS = {arguments!r}
 FOLDER = {folder!r}
+START = os.getcwd()
 
 
 def train() -> None:
-    """Run the program on this worker, as one rank."""
-    sys.argv = [PROGRAM[-1], *ARGUMENTS]
+    """Run the program on this worker, as one rank, where the job was submitted from.
+
+    Ray changes the directory of its workers, and adds the job's working directory to sys.path.
+    """
+    name = PROGRAM[-1]
+    places = [place for place in (START, *sys.path) if os.path.isdir(place)]
+    found = [place for place in places if os.path.isfile(os.path.join(place, name))]
+    os.chdir(next(iter((*found, *places))))
+    sys.path.insert(0, os.path.dirname(os.path.abspath(name)) if found else os.getcwd())
+    sys.argv = [name, *ARGUMENTS]
     if PROGRAM[0] == "-m":
-        runpy.run_module(PROGRAM[1], run_name="__main__", alter_sys=True)
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(PROGRAM[0])))
-        runpy.run_path(PROGRAM[0], run_name="__main__")
+        runpy.run_path(name, run_name="__main__")
 
 
 if __name__ == "__main__":
