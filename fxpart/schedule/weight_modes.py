@@ -36,7 +36,8 @@ class WeightMode:
     their mean change (PipeMare). look_forward, look_backward: by how many updates ahead each
     predicts: "none"; the "staleness" of the microbatch on the stage, s = u_b - u_f; "middle", the
     first rule of SpecTrain, which predicts one common time for all stages: in the forward the
-    staleness plus half of the first stage's additional staleness, in the backward that half alone;
+    staleness plus half of the first stage's additional staleness, in the backward that half alone
+    (both smaller than the paper's constants while the pipeline fills, as the staleness is);
     "depth": the first stage's staleness. rule: the prediction rule
     (:mod:`fxpart.runtime.weight_prediction`). discount: whether the learning rate is divided by a
     power of the staleness (PipeMare, T1). flush: whether the pipeline is flushed before each

@@ -84,7 +84,9 @@ def test_versions_of_each_mode(stages: int) -> None:
             own = max(0, t - (stages - k))
             for mode in MODES.values():
                 read = versions.read(mode, k, t - 1)
-                wanted = {"vertical": max(0, t - stages), "2bw": max(0, t - 2), "2bw-ef": max(0, t - 2)}.get(mode.name, own)
+                late = max(0, t - 2)
+                others = {"vertical": max(0, t - stages), "2bw": late, "2bw-ef": late}
+                wanted = others.get(mode.name, own)
                 assert read.version == (t - 1 if mode.flush else wanted)
                 assert read.backward == t - 1
 

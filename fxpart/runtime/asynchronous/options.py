@@ -40,7 +40,8 @@ class AsyncOptions:
     flush. guard: skip an update whose gradients are not all finite, and flush after every minibatch
     from then on. scheduler: function that makes a learning-rate scheduler for an optimizer, stepped
     once per update. total_updates: number of updates after which the learning-rate discount of a
-    weight mode ends. watch: measure prediction errors every so many updates; 0: never.
+    weight mode ends; by default those of ``fit``, else 100 times the largest staleness. watch:
+    measure prediction errors every so many updates; 0: never.
     """
 
     weights: str | WeightMode = SPECTRAIN

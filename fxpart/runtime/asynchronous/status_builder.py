@@ -14,6 +14,7 @@ from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.executor.instruction import StageFailure
 from fxpart.runtime.mesh.mesh_ranks import Ranks
 from fxpart.runtime.transport.interface import Transport
+from fxpart.runtime.weights.weight_update import ANNEALING_PER_STALENESS
 from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import WeightMode
 
@@ -95,10 +96,11 @@ def make_options_error() -> FxpartError:
 
 
 def explain_unknown_total(mode: str) -> str:
-    """Warn that the learning rate stays divided by a power of the staleness."""
+    """Warn of the default length of the learning-rate discount."""
     return (
         f"FXP109 weights={mode}: the learning rate of each stage is divided by its staleness "
-        "and grows back over total_updates, which is unknown, so it stays divided. Use "
+        f"and grows back over total_updates, which is unknown, so that {ANNEALING_PER_STALENESS} "
+        "updates per update of the largest staleness are taken. Use "
         "program.trainer(..., total_updates=N) or fit(steps=N)"
     )
 

@@ -40,6 +40,7 @@ from fxpart.runtime.weights.parameter_swap import swap_parameter_data
 from fxpart.runtime.weights.saved_tensor_hooks import SavedWeightHooks
 from fxpart.runtime.weights.weight_stash import Tensors, WeightSource, WeightStash, storage_bytes
 from fxpart.runtime.weights.weight_update import (
+    ANNEALING_PER_STALENESS,
     PredictionCheck,
     PredictionErrorProbe,
     discount_learning_rates,
@@ -72,8 +73,8 @@ class StageWeights:
     outside it, or without gradients, have one version. mode, versions, stage: define the versions
     to read (:meth:`~fxpart.schedule.versions.WeightVersionCounters.read`). guard: skip an update
     whose gradients are not all finite; it still counts. total_updates: updates after which a
-    learning-rate discount ends (PipeMare); None: it stays. Raises FXP109 for impossible
-    combinations.
+    learning-rate discount ends (PipeMare); None: 100 times the largest staleness. Raises FXP109
+    for impossible combinations.
 
     updates: of the weights, since the start. skipped: updates skipped by the guard. total:
     ``total_updates``, can be set later. listeners: called after each update with their number.
@@ -103,6 +104,8 @@ class StageWeights:
         self._module = module
         self._optimizer = optimizer
         self.total = total_updates
+        stages = range(len(versions.ahead))
+        self._default_total = ANNEALING_PER_STALENESS * max(map(versions.gap, stages))
         self._guard = guard
         listed = [p for group in optimizer.param_groups for p in group["params"]]
         self._trainable = [at for at, p in enumerate(listed) if p.requires_grad]
@@ -259,7 +262,10 @@ class StageWeights:
         if steps:
             with (
                 discount_learning_rates(
-                    self._optimizer, self.versions.gap(self.stage), self.updates, self.total
+                    self._optimizer,
+                    self.versions.gap(self.stage),
+                    self.updates,
+                    self._default_total if self.total is None else self.total,
                 )
                 if self.mode.discount
                 else nullcontext()

@@ -12,6 +12,9 @@ import torch
 
 from fxpart.runtime.weight_prediction import Predictor, discounted_lr
 
+# Updates per update of staleness after which a discount ends, if the length of the run is unknown.
+ANNEALING_PER_STALENESS = 100
+
 _SMALL = (torch.float16, torch.bfloat16)
 
 
@@ -37,17 +40,16 @@ def has_finite_gradients(parameters: Sequence[torch.Tensor]) -> bool:
 
 @contextmanager
 def discount_learning_rates(
-    optimizer: torch.optim.Optimizer, staleness: int, step: int, total: int | None
+    optimizer: torch.optim.Optimizer, staleness: int, step: int, total: int
 ) -> Iterator[None]:
     """Divide learning rates by a power of the staleness within the context (PipeMare, T1).
 
-    step: updates so far. total: updates after which the discount has ended; None: never.
+    step: updates so far. total: updates after which the discount has ended.
     """
     own = [group["lr"] for group in optimizer.param_groups]
     try:
         for group, lr in zip(optimizer.param_groups, own, strict=True):
-            at, until = (step, total) if total is not None else (0, 1)
-            group["lr"] = discounted_lr(lr, staleness, at, until)
+            group["lr"] = discounted_lr(lr, staleness, step, total)
         yield
     finally:
         for group, lr in zip(optimizer.param_groups, own, strict=True):

@@ -73,11 +73,15 @@ def test_a_guarded_update_counts_and_changes_nothing() -> None:
 
 
 def test_pipemare_steps_with_smaller_rates_that_are_put_back() -> None:
-    """T1: staleness 2 on the first of three stages, 0 on the last; gone after total_updates."""
+    """T1: staleness 2 on the first of three stages, 0 on the last; gone after total_updates.
+
+    By default after 100 times the largest staleness.
+    """
     for k, total, factors in (
-        (0, None, [2, 2, 2]), (0, 4, [2, 2 ** (3 / 4), 2 ** (2 / 4), 2 ** (1 / 4), 1, 1]),
+        (0, None, [2 ** max(0.0, 1 - n / 200) for n in range(202)]),
+        (0, 4, [2, 2 ** (3 / 4), 2 ** (2 / 4), 2 ** (1 / 4), 1, 1]),
         (2, 4, [1, 1]),
-    ):  # fmt: skip
+    ):
         module, optimizer, weights = stage("pipemare", k, momentum=0.0, total_updates=total)
         for factor in factors:
             before = module.weight.detach().clone()
