@@ -55,10 +55,10 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     step: updates done. calls: batches begun, which seed random ops. seed: of random ops.
     fingerprint: of the model's graph. plan: digest of the plan file. world: ranks that wrote.
     generation: of the run. files: by name. tensors: by key, "model/NAME", "optimizer/NAME/SLOT",
-    "predictor/NAME/SLOT", "random/RANK/KIND"; NAME is the tensor's original qualified name. values:
-    plain values of the same keys. groups: the optimizer's parameter groups, {options..., "params":
-    names}. weights: the weight mode. extra: data of the run: data position, scheduler, callbacks.
-    digest: SHA-256 of the manifest's own canonical JSON with digest "".
+    "ema/NAME/average", "predictor/NAME/SLOT", "random/RANK/KIND"; NAME is the tensor's original
+    qualified name. values: plain values of the same keys. groups: the optimizer's parameter groups,
+    {options..., "params": names}. weights: the weight mode. extra: data of the run: data position,
+    scheduler, callbacks. digest: SHA-256 of the manifest's own canonical JSON with digest "".
     """
 
     format: str = FORMAT

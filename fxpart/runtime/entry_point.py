@@ -29,6 +29,7 @@ ENTRY_POINTS = {
     "evaluate": TrainerCallKind.EVALUATE,
     "predict_with_loss": TrainerCallKind.EVALUATE,
     "predict": TrainerCallKind.EVALUATE,
+    "ema_state_dict": TrainerCallKind.STATE,
     "gradients": TrainerCallKind.STATE,
     "load_checkpoint": TrainerCallKind.STATE,
     "load_optimizer_state_dict": TrainerCallKind.STATE,

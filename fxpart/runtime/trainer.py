@@ -22,6 +22,7 @@ from fxpart.runtime.gradients.gradient_norm import (
 from fxpart.runtime.gradients.stage_replicas import reduce_replica_gradients
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.monitor.recorder import Recorder
+from fxpart.runtime.optimizer.weight_average import WeightAverage
 from fxpart.runtime.trainer_options import check_accumulate
 from fxpart.runtime.transport.agreement import convert_transport_errors
 from fxpart.schedule.measured_timeline import (
@@ -57,6 +58,9 @@ class Trainer(Inference):
         self.last_group_norms: dict[str, float] = {}
         self.last_loss: torch.Tensor = torch.zeros(())
         self.accepts_update: Callable[[], bool] | None = None
+        self._average: WeightAverage | None = None
+        if self.options.ema is not None:
+            self._average = WeightAverage(self._state, self._shards, self.options.ema)
         self._recorder: Recorder | None = None
         self._phases = self._update_phases()
         self._set_phase_calls(tuple(do for _, do in self._phases))
@@ -181,6 +185,8 @@ class Trainer(Inference):
             return
         for do in self._phase_calls:
             do()
+        if self._average is not None:
+            self._average.update()
         self._stale = True
         self._accumulation.reset()
         self.optimizer.stepped()
@@ -214,6 +220,34 @@ class Trainer(Inference):
         self._shards.reset()
         self._stale = False
         self._accumulation.reset()
+
+    def ema_state_dict(self, *, first_only: bool = False) -> dict[str, torch.Tensor]:
+        """Return the moving average of the weights (``ema=``) by original name, and all buffers.
+
+        Frozen parameters and buffers are the present ones. Each rank averages its own parts, and
+        only this call gathers them; every rank must make it. first_only: only rank 0 receives
+        them, others an empty dict. FXP109 without ``ema=``.
+        """
+        average = self._average
+        if average is None:
+            raise error(
+                "FXP109",
+                where="ema_state_dict()",
+                why="the trainer was created without a moving average of the weights",
+                fix="pass its decay: program.trainer(..., ema=0.999)",
+            )
+        self._agree_on_call(f"ema_state_dict {first_only}")
+        saved = dict(self._state.saved())
+        fixed = {name: entry.owned() for name, entry in saved.items() if not entry.trainable}
+        with convert_transport_errors(self._transport, "gathering state"):
+            found = self._state.gather(fixed, first_only=first_only)
+            found |= average.gather(first_only=first_only)
+        if first_only and 0 not in self._transport.local:
+            return {}
+        ordered = {name: found[name] for name in saved}
+        ordered.update({name: tensor.detach().clone() for name, tensor in self._unused.items()})
+        ordered.update({a: ordered[m] for a, m in self.spec.aliases.items() if m in ordered})
+        return ordered
 
     def fit(self, batches: Any, **run: Any) -> FitResult:
         """Train over batches, with evaluations, a scheduler, callbacks and early stopping.

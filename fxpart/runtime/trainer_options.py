@@ -43,7 +43,9 @@ class TrainerOptions:
     :mod:`fxpart.runtime.host.cpu_affinity`. gather_ahead: for how many blocks ZeRO-3 gathers
     parameters before their use; by default one on accelerators, and none on CPUs. cuda_graphs:
     record the kernels of each stage and replay them: see
-    :mod:`fxpart.runtime.executor.cuda_graphs`.
+    :mod:`fxpart.runtime.executor.cuda_graphs`. ema: the decay of an exponential moving average of
+    the weights, such as 0.999, that every update continues: see
+    :mod:`fxpart.runtime.optimizer.weight_average`.
     """
 
     microbatches: int
@@ -57,6 +59,7 @@ class TrainerOptions:
     pin: bool | str = False
     gather_ahead: int | None = None
     cuda_graphs: bool = False
+    ema: float | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainerOptions:
@@ -76,6 +79,9 @@ class TrainerOptions:
         if made.gather_ahead is not None and made.gather_ahead < 0:
             where = f"gather_ahead={made.gather_ahead}"
             raise _make_error(where, "it is negative", "use 0 to gather parameters at their use")
+        if made.ema is not None and not 0.0 <= made.ema < 1.0:
+            where = f"ema={made.ema}"
+            raise _make_error(where, "a decay is at least 0 and less than 1", "use 0.999")
         made.recomputes(0)
         return made
 

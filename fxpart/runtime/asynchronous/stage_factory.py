@@ -40,6 +40,8 @@ def check_program(
         problems.append(("compiled stages", "use compile_stages=False"))
     if options.cuda_graphs:
         problems.append(("CUDA graphs", "use cuda_graphs=False"))
+    if options.ema is not None:
+        problems.append(("a moving average of the weights", "omit ema="))
     if problems:
         where = f"weights={async_options.mode.name}"
         raise FxpartError(

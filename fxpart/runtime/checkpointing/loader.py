@@ -29,12 +29,14 @@ from fxpart.runtime.checkpointing.optimizer_tensors import (
 from fxpart.runtime.checkpointing.tensor_codec import as_bytes, as_tensor, key_of, region_of
 from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.optimizer.optimizer_state import convert_option, find_source_group
+from fxpart.runtime.optimizer.weight_average import SLOT
 from fxpart.runtime.trainer_kinds import is_asynchronous, is_synchronous
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 
 if TYPE_CHECKING:
     from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
     from fxpart.runtime.stateful_trainer import StatefulTrainer
+    from fxpart.runtime.trainer import Trainer
 
 
 def restore(
@@ -145,6 +147,8 @@ class _CheckpointLoader:
             self._trainer.optimizer.reload()
         if self._trainer.watch is not None:
             self._trainer.watch.accept()
+        if is_synchronous(self._trainer):
+            self._restore_average(self._trainer)
         if is_asynchronous(self._trainer):
             self._restore_async_state(self._trainer)
 
@@ -246,6 +250,19 @@ class _CheckpointLoader:
                         current.copy_(torch.as_tensor(value))
                     else:
                         group[name] = convert_option(current, value)
+
+    def _restore_average(self, trainer: Trainer) -> None:
+        """Restore the moving average; it starts anew if the checkpoint has none."""
+        average = trainer._average
+        if average is None:
+            return
+        average.started = any(key.startswith("ema/") for key in self._manifest.tensors)
+        if average.started:
+            with torch.no_grad():
+                for key, (_, value) in average.get_averages().items():
+                    holder = self._optimizer_tensors[key]
+                    self._fill(f"ema/{holder.name}/{SLOT}", holder.region, value)
+            self._last_read = None
 
     def _restore_async_state(self, trainer: AsyncTrainerBase) -> None:
         optimizer_tensors, manifest = self._optimizer_tensors, self._manifest

@@ -25,11 +25,13 @@ from fxpart.runtime.checkpointing.optimizer_tensors import (
     optimizers,
 )
 from fxpart.runtime.checkpointing.tensor_codec import as_bytes, dtype_name, key_of, region_of
-from fxpart.runtime.trainer_kinds import is_asynchronous
+from fxpart.runtime.optimizer.weight_average import SLOT
+from fxpart.runtime.trainer_kinds import is_asynchronous, is_synchronous
 
 if TYPE_CHECKING:
     from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
     from fxpart.runtime.stateful_trainer import StatefulTrainer
+    from fxpart.runtime.trainer import Trainer
 
 
 class StagingBuffers:
@@ -92,6 +94,8 @@ def take_snapshot(
     builder = _SnapshotBuilder(trainer, staging)
     builder.model()
     builder.optimizer()
+    if is_synchronous(trainer):
+        builder.average(trainer)
     if is_asynchronous(trainer):
         builder.predictors(trainer)
         builder.snapshot.shared |= {
@@ -153,6 +157,14 @@ class _SnapshotBuilder:
                     self.snapshot.groups.append({**_options(group), "params": []})
                 self.snapshot.groups[index]["params"] += names
             self.snapshot.shared["optimizer"] = type(optimizer).__name__
+
+    def average(self, trainer: Trainer) -> None:
+        """Add the moving average of the weights, once an update was averaged."""
+        average = trainer._average
+        if average is None or not average.started:
+            return
+        for key, (weight, value) in average.get_averages().items():
+            self._add_slot("ema", weight, self._optimizer_tensors[key], SLOT, value)
 
     def predictors(self, trainer: AsyncTrainerBase) -> None:
         """Add the state of the stages' prediction rules."""

@@ -148,6 +148,8 @@ def check_program(
         problems.append(("compiled stages", "use compile_stages=False"))
     if options.cuda_graphs:
         problems.append(("CUDA graphs", "use cuda_graphs=False"))
+    if options.ema is not None:
+        problems.append(("a moving average of the weights", "omit ema="))
     problems += [(f"{name}=", "omit it") for name, value in other_options.items() if value]
     if problems:
         raise FxpartError(
