@@ -99,10 +99,10 @@ def print_comparison(found: EngineComparison, as_json: bool) -> None:
 
 def _describe(plan: Plan) -> str:
     """Return degrees, schedule, stages, step time and throughput of a plan on one line."""
-    from fxpart.plan.summary import describe_schedule, describe_stages
+    from fxpart.plan.summary import describe_schedule, describe_stages, format_rate
 
     seconds = plan.prediction.expected_seconds
-    rate = f", {plan.batch_size / seconds:.4g} samples/s" if seconds else ""
+    rate = f", {format_rate(plan.batch_size / seconds)} samples/s" if seconds else ""
     return (
         f"{units.seconds(seconds)}{rate}: {describe_stages(plan)}, {describe_schedule(plan)}, "
         f"{units.plural(plan.microbatches, 'microbatch')}"

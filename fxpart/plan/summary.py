@@ -91,9 +91,9 @@ def throughput_rows(found: Throughput) -> list[tuple[str, str]]:
     """Return the known figures in one row and a row for each figure that is not known."""
     parts = []
     if found.samples_per_second is not None:
-        parts.append(f"{_rate(found.samples_per_second)} samples/s")
+        parts.append(f"{format_rate(found.samples_per_second)} samples/s")
     if found.tokens_per_second is not None:
-        parts.append(f"{_rate(found.tokens_per_second)} tokens/s")
+        parts.append(f"{format_rate(found.tokens_per_second)} tokens/s")
     if found.tflops_per_device is not None:
         parts.append(f"{found.tflops_per_device:.3g} TFLOP/s per device")
     if found.mfu is not None:
@@ -160,7 +160,8 @@ def layout(stage: StageLayout) -> str:
     return " ".join(filter(None, parts)) or "-"
 
 
-def _rate(value: float) -> str:
+def format_rate(value: float) -> str:
+    """Return a rate such as samples/s, with at least three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -10,6 +10,7 @@ from cli_calls import call
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fxpart
 from fxpart.errors import FxpartError
 from fxpart.interop.engines import ENGINES, read_configuration
 
@@ -128,34 +129,32 @@ def work():
 
 @pytest.mark.slow
 def test_plan_from_prices_today_and_what_is_faster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two stages that recompute are slower than the best plan, of which they are a special case."""
-    (tmp_path / "layers.py").write_text(TARGET)
-    target = f"{tmp_path}/layers.py:work"
-    run = tmp_path / "run.sh"
-    run.write_text(
+    monkeypatch.chdir(tmp_path)
+    Path("layers.py").write_text(TARGET)
+    Path("run.sh").write_text(
         "--pipeline-model-parallel-size 2 --micro-batch-size 256 --global-batch-size 2048 "
         "--recompute-granularity full --pipeline-model-parallel-layout 'Et|tttttL'"
     )
-    best = tmp_path / "best.json"
-    out, _ = call(
-        capsys, "plan", target, "-c", "1x2xa100", "--from", str(run), "-o", str(best), "--json"
-    )
+    command = ("plan", "layers.py:work", "-c", "1x2xa100")
+    out, _ = call(capsys, *command, "--from", "run.sh", "-o", "best.json", "--json")
     found = json.loads(out)
     assert found["engine"] == "megatron" and found["batch_size"] == 2048 and found["lost"] == []
     assert found["today"] > found["best"] and found["speedup"] == found["today"] / found["best"]
     assert any(change["path"].startswith("stages") for change in found["changes"])
-    stored = json.loads(best.read_text())
+    stored = json.loads(Path("best.json").read_text())
     assert stored["batch_size"] == 2048 and stored["precision"] == "fp32"
     # The same decisions without --from have the same step time.
-    out, _ = call(
-        capsys, "plan", target, "-c", "1x2xa100", "--space", "all", "-b", "2048", "-o",
-        str(tmp_path / "same.json"), "--fix", "pp=2", "--fix", "dp=1", "--fix", "tp=1", "--fix",
-        "zero=0", "--fix", "recompute=full", "--fix", "microbatches=8", "--fix", "schedule=1f1b",
-        "--layout", "Et|tttttL",
+    call(
+        capsys, *command, "--space", "all", "-b", "2048", "-o", "same.json", "--fix", "pp=2",
+        "--fix", "dp=1", "--fix", "tp=1", "--fix", "zero=0", "--fix", "recompute=full", "--fix",
+        "microbatches=8", "--fix", "schedule=1f1b", "--layout", "Et|tttttL",
     )  # fmt: skip
-    same = json.loads((tmp_path / "same.json").read_text())["prediction"]
+    same = json.loads(Path("same.json").read_text())["prediction"]
     assert same["simulated_seconds"] == found["today"]
-    out, _ = call(capsys, "plan", target, "-c", "1x2xa100", "--from", str(run))
-    assert "today " in out and "times as fast" in out
+    out, _ = call(capsys, *command, "--from", "run.sh")
+    said = f"```console\n$ fxpart {' '.join(command)} --from run.sh\n{out}```\n"
+    page = (Path(fxpart.__file__).parent / "docs/other_engines.md").read_text("utf-8")
+    assert f"<!-- output: engine -->\n{said}<!-- /output -->" in page, said
