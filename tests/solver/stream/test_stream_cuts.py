@@ -156,6 +156,13 @@ def test_predictions_are_counted_by_minibatch() -> None:
 def test_a_pass_reads_weights_and_state_and_writes_weights() -> None:
     assert count_prediction_bytes("spectrain", 100, 200) == 400
     assert count_prediction_bytes("pipemare", 100, 200) == 300
+    # Reads the weights before and after and the last update; writes weights and update.
+    assert count_prediction_bytes("2bw-ef", 100, 200) == 500
+    ahead = count_chain_warmup(4)
+    for k in range(4):
+        plain, fed = (compute_weight_mode_requirements(m, ahead, 4, k) for m in ("2bw", "2bw-ef"))
+        assert (fed.passes, fed.copies) == (plain.passes + 1, plain.copies + 1)
+    assert compute_weight_mode_requirements("2bw-ef", (1,), 4, 0).passes == 0
 
 
 def test_two_buffers_need_as_many_microbatches_as_are_in_flight() -> None:
