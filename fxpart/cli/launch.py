@@ -77,7 +77,7 @@ def command(
     nodes, devices, gpus = _find_size(plan, given.pop("nodes"), given.pop("devices"), not cpu)
     job = JobDescription(nodes=nodes, devices=devices, gpus=gpus, **given).check()
     target = Path(path or spec.file)
-    _write(target, spec.write(job), job.folder)
+    _write(target, spec.write(job), job.folder if spec.needs_folder else None)
     submitted = _submit(spec, target) if submit else ""
     shown = shlex.join(spec.submit(str(target)))
     if as_json:
@@ -122,15 +122,14 @@ def _find_size(
     return *found, gpus and any(device.kind == "gpu" for device in used)
 
 
-def _write(path: Path, text: str, folder: str) -> None:
-    """Write the job file and create the run folder if its parent exists; FXP603."""
+def _write(path: Path, text: str, folder: str | None) -> None:
+    """Write the job file, and create the run folder; FXP603."""
     from fxpart.cli.report import write
 
     write(str(path), text)
-    run = Path(folder)
-    if not run.is_absolute():
+    if folder is not None:
         try:
-            run.mkdir(parents=True, exist_ok=True)
+            Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as why:
             raise error(
                 "FXP603", where=folder, why=why.strerror or str(why), fix="Pass another --run."

@@ -226,7 +226,7 @@ class PrometheusFile(ScalarLogger):
         self._path = str(path)
         super().__init__(every=every, per_rank="{rank}" in self._path)
         self._labels, self._rank = dict(labels or {}), 0
-        self._samples: dict[str, float] = {}
+        self._samples: dict[str, dict[str, float]] = {}  # by group, those of its last entry
         for name in self._labels:
             if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name) or name == "rank":
                 raise error(
@@ -243,7 +243,7 @@ class PrometheusFile(ScalarLogger):
     def write(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Replace the file."""
         prefix = "" if group == "train" else f"{group}_"
-        self._samples |= {f"{prefix}{name}": value for name, value in values.items()}
+        self._samples[group] = {f"{prefix}{name}": value for name, value in values.items()}
         self._replace(step)
 
     def finish(self, failed: bool) -> None:
@@ -266,7 +266,8 @@ class PrometheusFile(ScalarLogger):
     def _format(self, step: int) -> str:
         """Return the file: a gauge for each figure, with the rank as a label."""
         families: dict[str, list[str]] = {}
-        samples = {**self._samples, "step": float(step), "updated_timestamp_seconds": time.time()}
+        samples = {name: v for group in self._samples.values() for name, v in group.items()}
+        samples |= {"step": float(step), "updated_timestamp_seconds": time.time()}
         for name, value in samples.items():
             family, _, detail = name.partition("/")
             labels = {**self._labels, "rank": str(self._rank)}

@@ -55,7 +55,7 @@ def test_sbatch_script_runs_torchrun_with_the_programs_arguments(tmp_path: Path)
     script.write_text(write("slurm", folder=f"{tmp_path}/my run", hours="1-02:00:00", cpus=8))
     shims = tmp_path / "bin"
     shims.mkdir()
-    shim(shims, "scontrol", "echo node7; echo node8")
+    shim(shims, "scontrol", "seq -f node%.0f 7 100000")  # more than a pipe holds
     shim(shims, "srun", 'shift; exec "$@"')
     shim(shims, "torchrun", 'printf "%s\\0" "$@"')
     environment = {"PATH": f"{shims}:{os.environ['PATH']}", "SLURM_JOB_ID": "5",
@@ -174,6 +174,7 @@ def test_ray_script_runs_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("slurm", {"options": ("comment=a\n#SBATCH --uid=0",)}, "NAME=VALUE"),
         ("slurm", {"folder": "a\nb"}, "name of a folder"),
         ("kubernetes", {}, "No container image"),
+        ("kubernetes", {"image": "x", "claim": "data", "folder": "runs"}, "not absolute"),
         ("kubernetes", {"image": "x", "options": ("queue=a",)}, "only the option namespace"),
         ("ray", {"options": ("a=b",)}, "no such options"),
     ],
@@ -202,6 +203,10 @@ def test_command_takes_sizes_from_the_plan_and_submits(
     text = Path("job.sbatch").read_text()
     assert "--gpus" not in text and text.endswith("train.py --json\n")
     assert Path("runs/fxpart").is_dir()
+    call(capsys, "launch", "--ray", "--run", "other", "--", "train.py")
+    assert not Path("other").exists()
+    _, err = call(capsys, "launch", "--slurm", "--run", "/proc/x", "--", "train.py", status=4)
+    assert "FXP603" in err
     shim(tmp_path, "sbatch", "echo no such partition >&2; exit 1")
     _, err = call(capsys, "launch", "--slurm", "--submit", "--", "train.py", status=2)
     assert "no such partition" in err

@@ -136,6 +136,11 @@ def test_prometheus_file_is_replaced_and_complete(tmp_path: Path) -> None:
     assert 'fxpart_step{run="a\\"b",rank="0"} 3.0\n' in text
     families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(families) == len(set(families)), "a family of samples must be in one place"
+    diverged = PrometheusFile(path)
+    play(diverged)
+    diverged.on_event(Event("start", 3, 0, 0))
+    diverged.on_step(StepInfo(4, 0, math.nan, (0.1,), None, 8, 0.5, 0))
+    assert "fxpart_loss{" not in path.read_text(), "an old loss must not stay"
     play(PrometheusFile(tmp_path / "other.prom"), rank=1)
     assert not (tmp_path / "other.prom").exists()
 

@@ -85,7 +85,8 @@ class SchedulerSpec:
     """One scheduler.
 
     file: default name of the job file. write: returns its text. submit: returns the command that
-    submits a file. summary: for help texts.
+    submits a file. summary: for help texts. needs_folder: whether the run folder has to exist when
+    the job is submitted.
     """
 
     name: str
@@ -93,3 +94,4 @@ class SchedulerSpec:
     summary: str
     write: Callable[[JobDescription], str]
     submit: Callable[[str], Sequence[str]]
+    needs_folder: bool = False

@@ -25,6 +25,12 @@ def write_pytorch_job(job: JobDescription) -> str:
             "FXP109", where="fxpart launch --kubernetes", why="No container image is given.",
             fix="Pass --image with torch, fxpart and the program in it.",
         )  # fmt: skip
+    if job.claim and not job.folder.startswith("/"):
+        raise error(
+            "FXP109", where=f"--run {job.folder}",
+            why="The volume of --claim is mounted there, and the path is not absolute.",
+            fix="Pass --run /runs.",
+        )  # fmt: skip
     metadata: dict[str, Any] = {"name": job.name}
     options = dict(job.list_options())
     if "namespace" in options:

@@ -43,7 +43,8 @@ def write_sbatch(job: JobDescription) -> str:
             "set -euo pipefail",
             'cd "${SLURM_SUBMIT_DIR:-.}"',
             f"mkdir -p {shlex.quote(folder)}/logs",
-            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            # sed reads all names: with head, scontrol could end with SIGPIPE, and the script too.
+            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
             "",
             "# One torchrun per node; it starts the ranks, and starts them again after a failure.",
             "srun --kill-on-bad-exit=1 torchrun \\",
@@ -66,4 +67,5 @@ SLURM = SchedulerSpec(
     summary="an sbatch script",
     write=write_sbatch,
     submit=lambda path: ("sbatch", path),
+    needs_folder=True,
 )
