@@ -17,7 +17,7 @@ import torch
 
 from fxpart.errors import error
 from fxpart.integrations.global_batch_accelerator import LoopAccelerator
-from fxpart.integrations.packages import require_package
+from fxpart.integrations.packages import require_methods, require_package
 from fxpart.integrations.planned_module import PlannedModule, check_compile_options
 from fxpart.integrations.training_arguments import (
     check_training_arguments,
@@ -31,6 +31,15 @@ require_package("transformers")
 import transformers  # noqa: E402
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME  # noqa: E402
 from transformers.trainer_callback import ExportableState, TrainerCallback  # noqa: E402
+
+# Methods that PlannedTrainer overrides or calls.
+_METHODS = (
+    "_build_accelerator_args", "_clip_grad_norm", "_finalize_training", "_get_grad_norm",
+    "_get_num_items_in_batch", "_load_best_model", "_maybe_log_save_evaluate",
+    "_move_model_to_device", "_save_optimizer_and_scheduler", "_wrap_model",
+    "create_accelerator_and_postprocess", "floating_point_ops", "prediction_step",
+)  # fmt: skip
+require_methods(transformers.Trainer, _METHODS, "transformers")
 
 TARGETS = "target_labels"  # The model takes "labels" itself.
 _OWN = tuple(inspect.signature(transformers.Trainer.__init__).parameters)[1:]
@@ -64,6 +73,7 @@ class PlannedTrainer(transformers.Trainer):
         self._compile_options = given
         self._planned: PlannedModule | None = None
         self._position = PlanPosition()
+        self._sums_batches: bool | None = None
         args._n_gpu = min(args.n_gpu, 1)  # transformers would use DataParallel.
         super().__init__(*bound.args[1:], **bound.kwargs)
         self.add_callback(self._position)
@@ -145,17 +155,34 @@ class PlannedTrainer(transformers.Trainer):
         """Accumulate the gradients of a batch; return its share of the update's loss."""
         batch = dict(self._prepare_inputs(inputs))
         weight, share = None, 1.0
+        sums = False
         if self.args.gradient_accumulation_steps > 1:
             weight, share = 1.0, 1.0 / self.current_gradient_accumulation_steps
-            if num_items_in_batch is not None:
+            sums = num_items_in_batch is not None and self._ignores_items(batch)
+            if sums:
+                share = 1.0
+            elif num_items_in_batch is not None:
                 weight = float(self._get_num_items_in_batch([batch], self.args.device))
                 share = weight / float(num_items_in_batch)
         plan = self._plan()
         model.train()
         loss = plan.backward(self._name_targets(batch), weight)
         assert plan.trainer is not None
+        plan.trainer.step_total = 1.0 if sums else None
         self._position.calls = plan.trainer.calls
         return loss.detach().to(self.args.device) * share
+
+    def _ignores_items(self, batch: dict[str, Any]) -> bool:
+        """Return whether the loss of the model is a mean whatever ``num_items_in_batch`` is.
+
+        The plain Trainer then does not average over accumulated batches. Found once, on one row.
+        """
+        if self._sums_batches is None:
+            self._sums_batches = False
+            if self.compute_loss_func is None and self.label_smoother is None:
+                row = {k: v[:1] if torch.is_tensor(v) else v for k, v in batch.items()}
+                self._sums_batches = _has_constant_loss(self.model, row)
+        return self._sums_batches
 
     def _name_targets(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the batch with labels under the name that a loss outside the model reads."""
@@ -290,6 +317,22 @@ class PlanPosition(TrainerCallback, ExportableState):
         """Continue after the batches of the checkpoint."""
         found = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         self.calls = int((found[0] if isinstance(found, list) else found)["args"]["calls"])
+
+
+def _has_constant_loss(model: Any, batch: dict[str, Any]) -> bool:
+    """Return whether the loss of a batch is the same for two values of ``num_items_in_batch``."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            one, other = (
+                model(**batch, num_items_in_batch=torch.tensor(items)) for items in (1, 1000)
+            )
+        one, other = (o["loss"] if isinstance(o, Mapping) else o[0] for o in (one, other))
+        return bool(torch.isfinite(one)) and bool(torch.equal(one, other)) and bool(one != 0)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 @contextmanager

@@ -45,7 +45,8 @@ class Trainer(Inference):
     norm before clipping, after an update with ``clip_norm`` or ``log_grad_norm``. last_group_norms:
     the norm of each parameter group, by name or index. last_loss: the loss of the last batch.
     accepts_update: called after the gradients of an update are reduced; if it returns False, on
-    every rank, they are discarded and nothing is updated.
+    every rank, they are discarded and nothing is updated. step_total: the ``total`` of updates by
+    ``optimizer.step()``, see :meth:`update`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,6 +59,7 @@ class Trainer(Inference):
         self.last_group_norms: dict[str, float] = {}
         self.last_loss: torch.Tensor = torch.zeros(())
         self.accepts_update: Callable[[], bool] | None = None
+        self.step_total: float | None = None
         self._average: WeightAverage | None = None
         if self.options.ema is not None:
             self._average = WeightAverage(self._state, self._shards, self.options.ema)
@@ -213,7 +215,7 @@ class Trainer(Inference):
                 why="trainer.step() has already updated with these gradients",
                 fix="leave the call out, or use trainer.backward(batch) instead of trainer.step",
             )
-        self.update()
+        self.update(total=self.step_total)
 
     def zero_grad(self) -> None:
         """Clear all gradients."""

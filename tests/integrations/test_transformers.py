@@ -147,6 +147,35 @@ def test_a_loss_function() -> None:
     check_weights(programs.weights(mine), programs.weights(theirs))
 
 
+def classifier() -> Any:
+    """A BERT, whose loss ignores ``num_items_in_batch``."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(vocab_size=96, num_attention_heads=2, num_labels=3, **sizes, **off)
+    )
+
+
+def test_a_loss_that_ignores_the_number_of_items() -> None:
+    """The plain Trainer sums such losses over accumulated batches. The last batch has one row."""
+    draw = torch.Generator().manual_seed(0)
+    rows = [
+        {"input_ids": torch.randint(96, (8,), generator=draw), "labels": torch.tensor(index % 3)}
+        for index in range(33)
+    ]
+    options = {"train_dataset": rows, "eval_dataset": rows[:10], "compute_metrics": None}
+    planned = {"cluster": "local:2", "constraints": {"mesh": "dp=2"}, "check": "off"}
+    mine, theirs = (
+        programs.make_trainer(kind, {"model": classifier(), **options, **more})
+        for kind, more in ((PlannedTrainer, planned), (transformers.Trainer, {}))
+    )
+    mine.train()
+    theirs.train()
+    assert programs.distance(programs.history(mine), programs.history(theirs)) < 1e-5
+    check_weights(programs.weights(mine), programs.weights(theirs))
+
+
 def test_evaluation_alone_prediction_and_a_second_training() -> None:
     mine, theirs = (
         programs.make_trainer(kind, options)
