@@ -46,23 +46,25 @@ def compare_with(request: CommandLineRequest, source: str) -> EngineComparison:
     """Plan the request with the decisions of a configuration file, and without them."""
     from fxpart.interop.engines import read_configuration
     from fxpart.planner.request import find_cluster
+    from fxpart.solver.joint.constraints.block_names import find_layer_blocks
 
     spec, given = read_configuration(source)
     run = given.resolve(len(find_cluster(request.cluster, None).devices))
+    workload = request.workload()
     precision = str(run.constraints.get("precision", "fp32"))
     same = replace(
         request,
         batch_size=request.batch_size or run.batch_size,
         precision=request.precision or precision,
     )
+    best = same.propose(workload)
+    run = run.with_stages(len(find_layer_blocks(best.problem.blocks)))
     fixed = tuple(f"{k}={v}" for k, v in run.constraints.items() if k not in _OWN_OPTIONS)
     layout = run.constraints.get("layout")
     constrained = replace(
         same, constraint=fixed, fix=(), forbid=(), stage=(), mesh=None, zero=None, mode=None,
         layout=None if layout is None else str(layout),
     )  # fmt: skip
-    workload = request.workload()
-    best = same.propose(workload)
     try:
         today, why = constrained.propose(workload).plan, ""
     except FxpartError as refused:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cli_calls import call
+from engine_options import need
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fxpart
 from fxpart.errors import FxpartError
-from fxpart.interop.engines import ENGINES, read_configuration
+from fxpart.interop.engines import ENGINES, EngineRun, read_configuration
+from fxpart.interop.engines.megatron import divide_equally
+from fxpart.interop.engines.torchtitan_reader import divide_by_weight
 
 TOML = """
 [training]
@@ -71,6 +75,36 @@ def test_script_of_megatron(tmp_path: Path) -> None:
         "recompute": "selective", "precision": "bf16", "layout": "Ett|tL", "schedule": "1f1b",
         "microbatches": 16,
     }  # fmt: skip
+
+
+def test_default_stages_of_the_engines() -> None:
+    """By hand, as each engine counts; the planner's boundaries where it refuses."""
+    assert divide_equally(8, 4) == (2, 2, 2, 2) and divide_equally(9, 4) == ()
+    # 32 layers, the embedding and the head, on 4 ranks: 34 = 9 + 9 + 8 + 8.
+    assert divide_by_weight(32, 4) == (8, 9, 8, 7)
+    assert divide_by_weight(3, 2, 2, 2) == (2, 1) and divide_by_weight(2, 4, 2) == ()
+    run = EngineRun({"tp": 1, "pp": 4}, divide=partial(divide_by_weight, stages=4))
+    assert run.with_stages(6).constraints["layout"] == "Et|tt|tt|tL"
+    assert "layout" not in run.with_stages(0).constraints
+    assert "planner" in run.with_stages(0).lost[0]
+    virtual = EngineRun({"tp": 1, "pp": 2, "virtual": 2}, divide=run.divide).with_stages(8)
+    assert len(virtual.lost) == 1 and virtual.with_stages(8) == virtual
+    plain = EngineRun({"tp": 1, "pp": 1})
+    assert plain.with_stages(6) == plain
+
+
+def test_default_stages_are_torchtitans() -> None:
+    name = "torchtitan.distributed.pipeline_parallel"
+    generate = vars(need("torchtitan", name))["_generate_llm_fqn_per_model_part"]
+    for layers in range(2, 40):
+        for stages in range(2, 9):
+            try:
+                parts = generate(stages, layers, 1, 1)
+            except ValueError:
+                assert divide_by_weight(layers, stages) == ()
+                continue
+            counts = tuple(sum(name.startswith("layers.") for name in part) for part in parts)
+            assert divide_by_weight(layers, stages) == counts, (layers, stages)
 
 
 @pytest.mark.parametrize(

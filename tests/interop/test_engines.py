@@ -11,7 +11,6 @@ import tomllib
 import types
 from collections.abc import Iterator
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import engine_options as options
 import msgspec
 import pytest
 from cli_calls import call, fresh
+from engine_options import need
 from golden_plans import program_of
 from sample_plans import plan as sample_plan
 
@@ -231,21 +231,6 @@ def test_export_needs_neither_torch_nor_or_tools(tmp_path: Path) -> None:
 
 
 # What follows uses the engines' own parsers, where their packages are installed.
-
-
-def need(engine: str, module: str) -> Any:
-    """Import a module of an engine; skip where the package or its version is not there."""
-    spec = ENGINES[engine]
-    try:
-        found = metadata.version(spec.package)
-    except metadata.PackageNotFoundError:
-        pytest.skip(f"{spec.package} is not installed")
-    if found != spec.version:
-        pytest.skip(f"{spec.package} {found} is installed, not {spec.version}")
-    try:
-        return importlib.import_module(module)
-    except ImportError as why:
-        pytest.skip(f"{spec.package} is not complete: {why}")
 
 
 def test_each_engine_has_its_row_in_the_documents() -> None:

@@ -5,6 +5,16 @@ the fields of TransformerConfig. deepspeed 0.19.8: runtime/config.py. accelerate
 commands/config/config_args.py and commands/launch.py.
 """
 
+from __future__ import annotations
+
+import importlib
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from fxpart.interop.engines import ENGINES
+
 TORCHTITAN = {
     "training.local_batch_size": int,
     "training.global_batch_size": int,
@@ -100,3 +110,18 @@ def is_allowed(value: object, allowed: object) -> bool:
     if allowed is int and isinstance(value, str):
         return value.isdecimal()
     return type(value) is allowed
+
+
+def need(engine: str, module: str) -> Any:
+    """Import a module of an engine; skip where the package or its version is not there."""
+    spec = ENGINES[engine]
+    try:
+        found = metadata.version(spec.package)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{spec.package} is not installed")
+    if found != spec.version:
+        pytest.skip(f"{spec.package} {found} is installed, not {spec.version}")
+    try:
+        return importlib.import_module(module)
+    except ImportError as why:
+        pytest.skip(f"{spec.package} is not complete: {why}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpart.errors import error
 from fxpart.interop.engines.plan_degrees import PlanDegrees
+from fxpart.solver.joint.constraints.megatron_layout import format_layout
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class EngineRun:
     the data-parallel degree, None if the engine uses all devices that are left. microbatch_rows:
     rows of a microbatch on a data-parallel rank. microbatches: per step, None if they follow from
     the batch. batch_size: global, None if it follows from the microbatches. lost: what of the
-    configuration is not priced, as sentences.
+    configuration is not priced, as sentences. divide: returns the layers of each stage from the
+    model's number of layers, where the configuration does not list them.
     """
 
     constraints: Mapping[str, int | float | str | bool]
@@ -39,6 +41,24 @@ class EngineRun:
     microbatches: int | None = None
     batch_size: int | None = None
     lost: tuple[str, ...] = ()
+    divide: Callable[[int], tuple[int, ...]] | None = None
+
+    def with_stages(self, layers: int) -> EngineRun:
+        """Return the run with the engine's own division of a model's layers into stages.
+
+        The boundaries of the planner are priced where there is none, or stages are virtual.
+        """
+        stages = int(self.constraints["pp"])
+        if stages == 1 or "layout" in self.constraints:
+            return self
+        known = layers and self.divide is not None and "virtual" not in self.constraints
+        counts = self.divide(layers) if known and self.divide is not None else ()
+        if not counts or 0 in counts[1:-1]:
+            if any("boundaries" in sentence for sentence in self.lost):
+                return self
+            lost = (*self.lost, "The stage boundaries are not known; the planner's are priced.")
+            return replace(self, lost=lost)
+        return replace(self, constraints={**self.constraints, "layout": format_layout(counts)})
 
     def resolve(self, devices: int) -> EngineRun:
         """Return the run on a number of devices, with the degree and the counts that follow.
@@ -61,7 +81,7 @@ class EngineRun:
             lost.append(f"A step of {self.batch_size} rows is priced as one of {count * rows}.")
         return EngineRun(
             {**self.constraints, "dp": data, "microbatches": count},
-            data, self.microbatch_rows, count, count * rows, tuple(lost),
+            data, self.microbatch_rows, count, count * rows, tuple(lost), self.divide,
         )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ megatron/core/transformer/transformer_config.py and pipeline_parallel_layer_layo
 
 from __future__ import annotations
 
+from functools import partial
+
 from fxpart.interop.engines.argument_file import format_arguments, parse_arguments
 from fxpart.interop.engines.configuration_values import ConfigurationValues
 from fxpart.interop.engines.engine_spec import EngineConfiguration, EngineRun, EngineSpec
@@ -13,6 +15,7 @@ from fxpart.interop.engines.plan_degrees import PlanDegrees
 from fxpart.schedule.builders.gpipe_1f1b import ONE_F_ONE_B
 from fxpart.schedule.builders.virtual_stages import INTERLEAVED
 from fxpart.schedule.spec import SCHEDULES
+from fxpart.solver.joint.constraints.megatron_layout import format_layout
 
 Row = list[object]
 _TELLING = (
@@ -84,10 +87,7 @@ def find_layout(degrees: PlanDegrees) -> str | None:
         return None
     if degrees.virtual > 1 and SCHEDULES[degrees.plan.schedule].placement == "V":
         return None
-    stages = ["t" * (end - first) for first, end in degrees.layers]
-    stages[0] = f"E{stages[0]}"
-    stages[-1] = f"{stages[-1]}L"
-    return "|".join(stages)
+    return format_layout([end - first for first, end in degrees.layers])
 
 
 def _find_memory_rows(degrees: PlanDegrees) -> list[Row]:
@@ -154,7 +154,15 @@ def read_megatron(text: str, where: str) -> EngineRun:
         _read_stages(values, constraints, lost)
     rows = values.count("micro_batch_size")
     batch = values.number("global_batch_size")
-    return EngineRun(constraints, microbatch_rows=rows, batch_size=batch, lost=tuple(lost))
+    return EngineRun(
+        constraints, microbatch_rows=rows, batch_size=batch, lost=tuple(lost),
+        divide=partial(divide_equally, stages=pipeline),
+    )  # fmt: skip
+
+
+def divide_equally(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the layers of each stage without a layout; () where Megatron-LM refuses the number."""
+    return () if layers % stages else (layers // stages,) * stages
 
 
 def _read_zero(values: ConfigurationValues) -> int:
@@ -179,8 +187,6 @@ def _read_stages(
     elif layout or "num_layers_per_virtual_pipeline_stage" in values:
         lost.append("The boundaries of virtual stages are not priced; the planner's are.")
         virtual = max(virtual, 2)
-    else:
-        lost.append("The stage boundaries are not in the file; the planner's are priced.")
     constraints["schedule"] = INTERLEAVED if virtual > 1 else ONE_F_ONE_B
     if virtual > 1:
         constraints["virtual"] = virtual

@@ -5,6 +5,7 @@ Defaults are those of torchtitan 0.3.0 and 0.2.2, which are the same for the opt
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fxpart.errors import error
@@ -51,7 +52,28 @@ def read_torchtitan(text: str, where: str) -> EngineRun:
         constraints, data=data, microbatch_rows=size if pipeline > 1 else local,
         microbatches=max(1, local // size) if pipeline > 1 else None,
         batch_size=batch if batch > 0 else None, lost=tuple(lost),
+        divide=partial(
+            divide_by_weight, stages=pipeline,
+            before=values.count("parallelism.pipeline_parallel_first_stage_less_layers"),
+            after=values.count("parallelism.pipeline_parallel_last_stage_less_layers"),
+        ),
     )  # fmt: skip
+
+
+def divide_by_weight(layers: int, stages: int, before: int = 1, after: int = 1) -> tuple[int, ...]:
+    """Return the layers of each stage without a list of modules; () where torchtitan refuses.
+
+    before, after: what the embedding and the head count, in layers. Source: torchtitan 0.3.0,
+    ``_generate_llm_fqn_per_model_part``.
+    """
+    whole = layers + before + after
+    each, more = divmod(whole, stages)
+    if stages < 2 or before > each or after > each:
+        return ()
+    counts = [each + (stage < more) for stage in range(stages)]
+    counts[0] -= before
+    counts[-1] -= after
+    return tuple(counts)
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
@@ -112,7 +134,6 @@ def _read_schedule(
             constraints["virtual"] = 2
     parts = values.raw("parallelism.module_fqns_per_model_part")
     if not isinstance(parts, list) or len(parts) < 2:
-        lost.append("The stage boundaries are not in the file; the planner's are priced.")
         return
     names = [part.split(",") if isinstance(part, str) else list(part) for part in parts]
     counts = [sum(str(name).startswith("layers.") for name in part) for part in names]

@@ -44,6 +44,14 @@ def expand_layout(text: str) -> tuple[str, ...]:
     return stages
 
 
+def format_layout(layers: Sequence[int]) -> str:
+    """Return the layout of stages with these numbers of layers: (2, 3) is ``Ett|tttL``."""
+    stages = ["t" * count for count in layers]
+    stages[0] = f"E{stages[0]}"
+    stages[-1] = f"{stages[-1]}L"
+    return "|".join(stages)
+
+
 def _letters(text: str, whole: str) -> str:
     return _LETTER.sub(lambda m: m.group(1) * _times(m.group(2), m.group(1), whole), text)
 
