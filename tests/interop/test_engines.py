@@ -27,7 +27,8 @@ from fxpart.errors import FxpartError
 from fxpart.interop.engines import ENGINES, EngineConfiguration, PlanDegrees, find_degrees
 from fxpart.interop.engines.argument_file import parse_arguments
 from fxpart.interop.engines.megatron import find_layout
-from fxpart.interop.engines.torch_schedules import find_stage_ranks
+from fxpart.interop.engines.torch_schedules import SCHEDULE_NAMES, find_stage_ranks
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.constraints.megatron_layout import compute_layout_starts, expand_layout
 
 # Twenty plans of every kind: chains, meshes, ZeRO, heterogeneous devices, replicas, queues,
@@ -162,6 +163,26 @@ def test_torch_accepts_the_schedule(name: str) -> None:
         actions, degrees.pipeline, len(ranks), degrees.microbatches
     )
     assert mapping == dict(enumerate(ranks))
+
+
+@pytest.mark.parametrize("name", [n for n in SCHEDULE_NAMES if SCHEDULES[n].is_virtual])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 8), (4, 8), (4, 16)])
+def test_named_schedules_are_those_of_torch(name: str, ranks: int, microbatches: int) -> None:
+    """torch's class makes the same order of computations, where its name is written."""
+    schedules = importlib.import_module("torch.distributed.pipelining.schedules")
+    spec = SCHEDULES[name]
+    like: Any = types.SimpleNamespace(
+        num_stages=2 * ranks, group_size=ranks, group_rank=0, stage_index=0, is_last=False,
+        submod=None,
+    )  # fmt: skip
+    made = schedules.get_schedule_class(SCHEDULE_NAMES[name])([like] * 2, microbatches)
+    theirs = [
+        [str(action) for action in made.pipeline_order[rank] if action is not None]
+        for rank in range(ranks)
+    ]
+    ours = spec(spec.assign_ranks(ranks, 2), microbatches)
+    same = theirs == [[str(a) for a in row if a.kind.is_compute] for row in ours.ranks]
+    assert same is (name != "breadth-first"), "find_schedule writes breadth-first as CSV"
 
 
 def test_what_is_lost_is_listed() -> None:

@@ -30,6 +30,7 @@ def find_schedule(degrees: PlanDegrees) -> tuple[str, str | None]:
     """Return torch's name of the schedule, and the computations as CSV where it has no name.
 
     Schedules that torch cannot express (asynchronous ones, replicas of stages) become 1F1B.
+    LoopedBFS runs the backwards of a stage in the reverse order, so breadth-first is CSV, too.
     """
     plan, count = degrees.plan, degrees.microbatches
     spec = SCHEDULES.get(plan.schedule)
@@ -37,7 +38,8 @@ def find_schedule(degrees: PlanDegrees) -> tuple[str, str | None]:
         return SCHEDULE_NAMES[ONE_F_ONE_B], None
     name = GPIPE if plan.schedule == BREADTH_FIRST and degrees.virtual == 1 else plan.schedule
     rounds = max(1, count // degrees.pipeline)
-    if name in SCHEDULE_NAMES and not (name == INTERLEAVED and count % rounds):
+    uneven = name == INTERLEAVED and count % rounds
+    if name in SCHEDULE_NAMES and name != BREADTH_FIRST and not uneven:
         return SCHEDULE_NAMES[name], None
     made = plan_schedule(plan)
     ranks = tuple(tuple(a for a in row if a.kind.is_compute) for row in made.ranks)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from fxpart.interop.engines.argument_file import format_arguments
 from fxpart.interop.engines.engine_spec import EngineConfiguration, EngineSpec
 from fxpart.interop.engines.plan_degrees import PlanDegrees
-from fxpart.interop.engines.torch_schedules import CSV_FILE, find_schedule
+from fxpart.interop.engines.torch_schedules import CSV_FILE, find_schedule, find_stage_ranks
 from fxpart.interop.engines.torchtitan_reader import looks_like_torchtitan, read_torchtitan
 
 Settings = dict[str, dict[str, object]]
@@ -129,6 +129,12 @@ def _find_lost(degrees: PlanDegrees) -> list[str]:
     if degrees.expert > 1 and not degrees.zero:
         found.append("Expert parallelism without ZeRO: torchtitan takes the experts' ranks from "
                      "those that shard parameters.")  # fmt: skip
+    ranks = find_stage_ranks(degrees)
+    loop = tuple(range(degrees.pipeline)) * degrees.virtual
+    if find_schedule(degrees)[1] is not None and ranks != loop:
+        listed = ", ".join(map(str, ranks))
+        found.append(f"The ranks {listed} of the stages: with a CSV, torchtitan places them in a "
+                     "loop.")  # fmt: skip
     if degrees.plan.precision == "fp8":
         found.append(_FP8)
     if degrees.plan.optimizer not in ("adam", "adamw"):
