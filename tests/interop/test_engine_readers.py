@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_calls import call
 from engine_options import need
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxpart
@@ -127,6 +127,8 @@ def test_wrong_files_are_refused(text: str, code: str, why: str, tmp_path: Path)
     assert refused.value.code == code and why in str(refused.value)
 
 
+@pytest.mark.slow
+@settings(max_examples=50)
 @given(st.text(max_size=200))
 def test_readers_raise_their_own_error_for_any_text(text: str) -> None:
     heads = ("[parallelism]\n", "--tensor-model-parallel-size 1 ", "--parallelism.x 1\n")

@@ -93,7 +93,6 @@ ACCELERATE = {
     "megatron_lm_config.megatron_lm_pp_degree": int,
     "megatron_lm_config.megatron_lm_num_micro_batches": int,
     "megatron_lm_config.megatron_lm_use_distributed_optimizer": bool,
-    "megatron_lm_config.megatron_lm_gradient_clipping": float,
     "megatron_lm_config.megatron_lm_recompute_granularity": ("full", "selective"),
     "megatron_lm_config.megatron_lm_recompute_method": ("uniform", "block"),
     "megatron_lm_config.megatron_lm_recompute_num_layers": int,

@@ -75,7 +75,6 @@ def _find_megatron(degrees: PlanDegrees) -> Section:
         "megatron_lm_pp_degree": degrees.pipeline,
         "megatron_lm_num_micro_batches": degrees.microbatches,
         "megatron_lm_use_distributed_optimizer": degrees.zero > 0,
-        "megatron_lm_gradient_clipping": 1.0,  # type: ignore[dict-item]
     }
     if degrees.recompute != "none":
         found["megatron_lm_recompute_granularity"] = degrees.recompute
