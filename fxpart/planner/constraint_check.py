@@ -84,7 +84,9 @@ def _degrees(plan: Plan) -> dict[str, set[str]]:
     """Return the degrees by mesh axis, or those of the stages where no mesh is known."""
     if plan.sharding is not None:
         axes = dict(Mesh.parse(plan.sharding.mesh).axes)
-        return {axis: {str(axes.get(axis, 1))} for axis in DEGREES}
+        expert = {str(stage.expert_parallel) for stage in plan.stages}  # over dp
+        named = {axis: {str(axes.get(axis, 1))} for axis in DEGREES}
+        return named if "ep" in axes else {**named, "ep": expert}
     return {
         "dp": {str(stage.data_parallel) for stage in plan.stages},
         "tp": {str(stage.tensor_parallel) for stage in plan.stages},

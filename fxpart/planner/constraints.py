@@ -122,9 +122,12 @@ def _find_solver_problems(constraints: Constraints) -> Iterator[Problem]:
 
 def find_mesh_conflicts(constraints: Constraints, mesh: Mesh) -> list[Problem]:
     """Return one problem for each fixed decision that contradicts the mesh."""
-    fixed = {axis: str(dict(mesh.axes).get(axis, 1)) for axis in DEGREES}
+    axes = dict(mesh.axes)
+    fixed = {axis: {str(axes.get(axis, 1))} for axis in DEGREES}
+    if "ep" not in axes:  # experts may be distributed over the data-parallel ranks
+        fixed["ep"] |= fixed[DATA_AXIS]
     if mode_of(constraints) in (ASYNC, QUEUE):
-        fixed["recompute"] = CONSTRAINTS["recompute"].plain
+        fixed["recompute"] = {CONSTRAINTS["recompute"].plain}
     given = (
         f"the mesh {constraints['mesh']}"
         if "mesh" in constraints
@@ -134,7 +137,8 @@ def find_mesh_conflicts(constraints: Constraints, mesh: Mesh) -> list[Problem]:
         Problem(
             "FXP109",
             f"constraint {constraint.key}={','.join(constraint.values)}",
-            f"with {given} each stage has {constraint.key}={fixed[constraint.key]}",
+            f"with {given} each stage has {constraint.key}="
+            f"{' or '.join(sorted(fixed[constraint.key]))}",
             f"remove the constraint {constraint.key}, or {given}"
             if constraint.key in DEGREES
             else 'use trainer(recompute="full") to recompute with any plan',
@@ -142,7 +146,7 @@ def find_mesh_conflicts(constraints: Constraints, mesh: Mesh) -> list[Problem]:
         for constraint in parse_constraints(constraints)
         if constraint.kind == "fix"
         and constraint.key in fixed
-        and fixed[constraint.key] not in constraint.values
+        and not fixed[constraint.key] & {*constraint.values}
     ]
 
 

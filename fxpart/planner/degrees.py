@@ -60,13 +60,15 @@ _STAGE_COUNTS = 24  # most problems when each number of stages is solved separat
 class MeshProposal:
     """Degrees shared by all stages: mesh is "dp=2,tp=2", "" where a stage is one rank.
 
-    choice: the complete choice of the joint problem. seconds: its step time by that problem, which
-    assumes that all ranks of a host compute all the time. expected_seconds: its step time with the
-    average number of ranks that compute at once.
+    experts: whether experts are distributed over dp. choice: the complete choice of the joint
+    problem. seconds: its step time by that problem, which assumes that all ranks of a host compute
+    all the time. expected_seconds: its step time with the average number of ranks that compute at
+    once.
     """
 
     mesh: str
     zero: int
+    experts: bool
     choice: JointChoice
     seconds: float
     expected_seconds: float
@@ -140,6 +142,7 @@ def _requested_zero_levels(request: PlanRequest) -> tuple[int, ...]:
 def make_trainable_space(captured: CapturedModel, mode: str = "sync") -> SearchSpace:
     """Return the search space that the runtime trains: equal degrees and even shards.
 
+    The experts of mixtures are distributed over all data-parallel ranks or none.
     In an asynchronous pipeline, ranks cannot share an optimizer: each updates on its own,
     immediately, and recomputes nothing.
     """
@@ -148,10 +151,11 @@ def make_trainable_space(captured: CapturedModel, mode: str = "sync") -> SearchS
     return SearchSpace(
         data=tuple(d for d in range(1, batch + 1) if batch % d == 0) if free else (1,),
         tensor=None if free else (1,),
-        expert=(1,),
+        expert=None if free and mode == "sync" else (1,),
         zero=(0, 1, 2, 3) if mode == "sync" else (0,),
         recompute=RECOMPUTE_MODES if mode == "sync" and captured.training else ("none",),
         uniform=True,
+        all_replicas=True,
     )
 
 
@@ -170,8 +174,8 @@ def choose_degrees(
     separately. Where the number of ranks is fixed (by torchrun), each is solved with the number of
     stages that yields it. pace: factor on seconds while so many ranks compute, where it was
     measured; each number of stages is then solved separately too. levels: propose meshes without
-    ZeRO beside those with it, as for embedding tables with sparse gradients: the costs of blocks do
-    not include ZeRO's exchange of their rows.
+    ZeRO beside those with it, which exact prices then compare: for small graphs, and for embedding
+    tables with sparse gradients, the exchange of whose rows is not in the costs of blocks.
     """
     constraints = parse_constraints(request.constraints)
     constrained = apply_constraints(problem, constraints)
@@ -234,8 +238,8 @@ def _split(
     """
     groups: dict[object, list[ParallelOption]] = {}
     for index, option in enumerate(problem.options):
-        data, tensor, *_ = degrees(problem, index)
-        groups.setdefault((data, tensor, levels and option.zero > 0), []).append(option)
+        data, tensor, expert, *_ = degrees(problem, index)
+        groups.setdefault((data, tensor, expert, levels and option.zero > 0), []).append(option)
     if world is None and len(groups) > _MESHES:
         yield problem
         return
@@ -273,7 +277,7 @@ def make_proposal(
 ) -> MeshProposal:
     """Return the mesh of a choice whose stages have equal degrees. pace: as in choose_degrees."""
     data, tensor, expert, zero = uniform_degrees(problem, choice.options[0])
-    assert expert == 1, "the search space has trainable plans only"
+    assert expert in (1, data), "the search space has trainable plans only"
     axes = [f"{name}={size}" for name, size in (("dp", data), ("tp", tensor)) if size > 1]
     seconds = evaluate(problem, choice).seconds
     busy = average_computing_stages(len(choice.options), choice.microbatches)
@@ -281,6 +285,7 @@ def make_proposal(
     return MeshProposal(
         mesh=",".join(axes),
         zero=zero if data > 1 else 0,
+        experts=expert > 1,
         choice=choice,
         seconds=seconds,
         expected_seconds=seconds if pace is None else seconds * pace(busy * width),
@@ -289,9 +294,9 @@ def make_proposal(
 
 def select_distinct(rows: Sequence[MeshProposal], levels: bool = False) -> tuple[MeshProposal, ...]:
     """Return the best of each mesh, or of each with and without ZeRO, by rising expected time."""
-    kept: dict[tuple[str, bool], MeshProposal] = {}
+    kept: dict[tuple[str, bool, bool], MeshProposal] = {}
     for one in sorted(rows, key=lambda row: row.expected_seconds):
-        kept.setdefault((one.mesh, levels and one.zero > 0), one)
+        kept.setdefault((one.mesh, one.experts, levels and one.zero > 0), one)
     return tuple(kept.values())
 
 
@@ -311,6 +316,8 @@ def make_degree_certificate(
     counts = ", ".join(map(str, problem.microbatches))
     found = sorted({degrees(problem, i)[:4] for i in range(len(problem.options))})
     words = ", ".join(f"{d}x{t}" for d, t in dict.fromkeys((d, t) for d, t, _, _ in found))
+    if spread := sorted({e for _, _, e, _ in found if e > 1}):
+        words += f", experts over {', '.join(map(str, spread))} data-parallel ranks or none"
     levels = ", ".join(map(str, sorted({zero for *_, zero in found})))
     schedules = ", ".join(problem.schedules)
     if ASYNC in problem.schedules:

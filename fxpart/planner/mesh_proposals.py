@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fxpart.compiler.mixture_ops import list_mixtures
 from fxpart.errors import FxpartError, Problem
 from fxpart.plan.contention import compute_pace, find_host_loads
 from fxpart.planner.cluster_views import UniformView, list_uniform_views
@@ -18,6 +19,7 @@ from fxpart.planner.degrees import (
     with_degrees,
 )
 from fxpart.planner.device_assignment import StageAssignment
+from fxpart.planner.expert_parallelism import is_annotated_by_expert
 from fxpart.planner.families.schedule_selection import with_cut_schedules
 from fxpart.planner.refinement import find_contention, is_measured
 from fxpart.pricing.sparse_gradients import touched_bytes
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from fxpart.planner.request import PlanRequest
     from fxpart.solver.joint.problem import JointProblem
     from fxpart.solver.progress import Progress
+
+
+SMALL_GRAPH = 400  # ops of a graph of which many meshes are lowered
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,9 @@ def propose_meshes(
     request = replace(front.request, constraints=with_cut_schedules(with_degrees(front.request)))
     if not front.request.open and dict(front.request.mesh.axes).get("dp", 1) > 1:
         request.constraints["zero"] = front.request.zero
+    mixtures = [name for one in list_mixtures(front.graph.graph) for name in one.weights]
+    if is_annotated_by_expert(front.annotations, mixtures):
+        request.constraints["ep"] = 1
     views: tuple[UniformView | None, ...] = (None,)
     if not is_measured(request.cost_model, request.cluster):
         views += list_uniform_views(request.cluster)
@@ -84,7 +92,7 @@ def propose_meshes(
                 front.graph, front.captured, mine, microbatches
             )
             chosen = choose_degrees(
-                problem, provenance, mine, pace=_pace(mine), levels=has_tables(front),
+                problem, provenance, mine, pace=_pace(mine), levels=has_tables(front) or front.info.nodes <= SMALL_GRAPH,
                 progress=progress,
             )  # fmt: skip
         except FxpartError as fault:

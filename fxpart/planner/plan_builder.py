@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 class ShardingSummary:
     """How the ranks of a stage share its work, for the plan.
 
-    degrees: number of parts of the batch, and number of ranks that share each part. sums: times of
+    degrees: of data, tensor and expert parallelism. sums: times of
     the gradient reduction and ZeRO's collectives per step, which the problem counts as optimizer
     time.
     """
 
     sharding: PlanSharding
-    degrees: tuple[int, int]
+    degrees: tuple[int, int, int]
     sums: GradientReductionTimes = field(default_factory=GradientReductionTimes)
 
     @property
@@ -145,7 +145,7 @@ def _stages(
     spec: ProgramSpec,
 ) -> tuple[Stage, ...]:
     """Return the plan's stages. names: of the blocks in order; kinds: device model by rank."""
-    data, tensor = (1, 1) if shared is None else shared.degrees
+    data, tensor, expert = (1, 1, 1) if shared is None else shared.degrees
     return tuple(
         Stage(
             index=k,
@@ -155,6 +155,7 @@ def _stages(
             ranks=ranks[k],
             data_parallel=data,
             tensor_parallel=tensor,
+            expert_parallel=expert,
             zero=_zero(shared),
             recompute=cost.recompute,
             device=kinds[ranks[k][0]],

@@ -32,7 +32,8 @@ class PlanRequest:
     """The checked request.
 
     mesh: of the ranks of every stage. zero: level 0 to 3. zero_axis: the axis over which optimizer
-    state (1), gradients (2) or parameters (3) are sharded. cost_model: for this cluster; a profile
+    state (1), gradients (2) or parameters (3) are sharded. experts: whether the experts of mixtures
+    are distributed over dp. cost_model: for this cluster; a profile
     is read once, here. stages: smallest and largest number. ranks: of the whole program, None lets
     the planner choose. open: whether the planner searches for the mesh.
     """
@@ -45,6 +46,7 @@ class PlanRequest:
     mesh: Mesh = field(default_factory=Mesh)
     zero: int = 0
     zero_axis: str = ""
+    experts: bool = False
     stages: tuple[int, int] = (1, 1)
     ranks: int | None = None
     open: bool = False
@@ -119,8 +121,13 @@ def make_request(
     )
 
 
-def with_mesh(request: PlanRequest, mesh: str, zero: int, stages: int | None = None) -> PlanRequest:
-    """Return the request with this mesh, ZeRO level over its dp axis, and number of stages."""
+def with_mesh(
+    request: PlanRequest, mesh: str, zero: int, stages: int | None = None, *, experts: bool = False
+) -> PlanRequest:
+    """Return the request with this mesh, ZeRO level over its dp axis, and number of stages.
+
+    experts: distribute the experts of mixtures over the dp axis.
+    """
     parsed = Mesh.parse(mesh)
     most = len(request.cluster.devices) // parsed.size
     if stages is None and request.ranks is not None:
@@ -134,6 +141,7 @@ def with_mesh(request: PlanRequest, mesh: str, zero: int, stages: int | None = N
         mesh=parsed,
         zero=zero,
         zero_axis=DATA_AXIS if zero else "",
+        experts=experts,
         stages=allowed if stages is None else (stages, stages),
         open=False,
     )

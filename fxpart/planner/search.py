@@ -21,6 +21,7 @@ from fxpart.planner.degrees import (
     make_degree_certificate,
 )
 from fxpart.planner.device_assignment import StageAssignment
+from fxpart.planner.expert_parallelism import list_expert_choices
 from fxpart.planner.families import REPLICA_FAMILIES, find_family
 from fxpart.planner.group_orders import expand_assignments, is_unequal
 from fxpart.planner.mesh_plan import (
@@ -28,7 +29,12 @@ from fxpart.planner.mesh_plan import (
     SlowerThanIncumbentError,
     solve_exactly,
 )
-from fxpart.planner.mesh_proposals import SourcedProposal, has_tables, propose_meshes
+from fxpart.planner.mesh_proposals import (
+    SMALL_GRAPH,
+    SourcedProposal,
+    has_tables,
+    propose_meshes,
+)
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prepared_model import PreparedModel
 from fxpart.planner.priced_mesh import CandidateCallback
@@ -45,7 +51,6 @@ _TRIES = 8  # number of proposed meshes that are lowered and priced exactly, bes
 _TIGHT = 0.6  # fraction of a device's memory above which placements with less memory may be faster
 _OUT_OF_MEMORY = {"FXP204", "FXP205"}
 _REFINED = 3  # meshes whose devices are tried in every order, on unequal devices
-_SMALL = 400  # ops of a graph for which many proposals are lowered
 _LARGE = 2000  # ops of a graph for which only the best proposal is lowered
 # Proposals are tried up to this factor of the best plan's step time: estimates by single blocks are
 # up to a third above exact prices, as they replicate the values between blocks.
@@ -105,14 +110,14 @@ def _find_equal_stages(
         proposals = propose_meshes(front, microbatches, progress)
     measured = is_measured(request.cost_model, request.cluster)
     step_time, reach = (_simulated, _MEASURED_REACH) if measured else (_closed, _REACH)
-    small = front.info.nodes <= _SMALL
+    small = front.info.nodes <= SMALL_GRAPH
     if small and is_unequal(request.cluster):
         reach = _UNEQUAL_REACH
     pricer = _MeshPricer(front, microbatches, on_candidate)
     seconds: dict[SourcedProposal, float] = {}
 
     def attempt(one: SourcedProposal, every: bool) -> None:
-        fixed = with_mesh(request, one.mesh.mesh, one.mesh.zero)
+        fixed = with_mesh(request, one.mesh.mesh, one.mesh.zero, experts=one.mesh.experts)
         known = min(map(step_time, found), default=inf)
         try:
             with log_phase(f"lower and price {_describe(one.mesh)}", logging.DEBUG):
@@ -130,18 +135,14 @@ def _find_equal_stages(
             break
         attempt(one, every=False)
     if small and is_unequal(request.cluster):
-        nearest = {
-            (one.mesh.mesh, one.mesh.zero): one
-            for one in sorted(seconds, key=lambda one: -seconds[one])
-        }
+        nearest = {_key(one): one for one in sorted(seconds, key=lambda one: -seconds[one])}
         for one in sorted(nearest.values(), key=lambda one: seconds[one])[:_REFINED] or proposals:
             attempt(one, every=True)
     if not found:
         raise FxpartError(problems)
     plan, parts, one = min(found, key=lambda priced: plan_seconds(priced[0], request.cost_model))
-    same = (one.mesh.mesh, one.mesh.zero)
     own = [each for each in proposals if each.source.view is None]
-    one = next((each for each in own if (each.mesh.mesh, each.mesh.zero) == same), one)
+    one = next((each for each in own if _key(each) == _key(one)), one)
     return PlanSearchResult(with_proof(plan, one, proposals, found), parts, one.source.problem)
 
 
@@ -171,7 +172,7 @@ class _MeshPricer:
         problems: list[Problem] = []
         slower: SlowerThanIncumbentError | None = None
         for one in expand_assignments(request, assignment, every=every):
-            key = (str(request.mesh), request.zero, one)
+            key = (str(request.mesh), request.zero, request.experts, one)
             if key in self.seen:
                 slower = slower or SlowerThanIncumbentError(incumbent)
                 continue
@@ -283,28 +284,48 @@ def _price_fixed_mesh(
     """
     request, pricer = front.request, _MeshPricer(front, microbatches, on_candidate)
     if constrains_cuts(request.constraints):
-        best = propose_meshes(front, microbatches, progress)[0].mesh.choice
+        mesh = propose_meshes(front, microbatches, progress)[0].mesh
+        best = mesh.choice
         assignment = StageAssignment(
             starts=best.starts, microbatches=best.microbatches, stages=len(best.options)
         )
-        return pricer.price(request, assignment)
-    every = front.info.nodes <= _SMALL
-    return pricer.price(request, StageAssignment(), every=every)
+        return pricer.price(replace(request, experts=mesh.experts), assignment)
+    every = front.info.nodes <= SMALL_GRAPH
+    found: list[tuple[Plan, GeneratedProgram]] = []
+    problems: list[Problem] = []
+    for experts in list_expert_choices(front.graph.graph, request, front.annotations):
+        known = min((plan_seconds(plan, request.cost_model) for plan, _ in found), default=inf)
+        part = replace(request, experts=experts)
+        try:
+            found.append(pricer.price(part, StageAssignment(), known, every=every))
+        except SlowerThanIncumbentError:
+            continue
+        except FxpartError as fault:
+            problems += fault.problems
+    if not found:
+        raise FxpartError(problems)
+    return min(found, key=lambda made: plan_seconds(made[0], request.cost_model))
 
 
 def _count_tries(front: PreparedModel, proposals: Sequence[SourcedProposal]) -> int:
     """Return how many proposals are lowered and priced at most: of small graphs all."""
     if front.info.nodes > _LARGE:
         return 1
-    if front.info.nodes <= _SMALL:
+    if front.info.nodes <= SMALL_GRAPH:
         return len(proposals)
     sources = len({id(one.source) for one in proposals})
     return _TRIES * (sources + has_tables(front))
 
 
+def _key(one: SourcedProposal) -> tuple[str, int, bool]:
+    """Return what distinguishes the meshes that are priced."""
+    return one.mesh.mesh, one.mesh.zero, one.mesh.experts
+
+
 def _describe(one: MeshProposal) -> str:
     zero = f", ZeRO {one.zero}" if one.zero else ""
-    return f"{one.mesh or 'one rank per stage'}{zero}"
+    experts = ", experts over dp" if one.experts else ""
+    return f"{one.mesh or 'one rank per stage'}{zero}{experts}"
 
 
 def _closed(priced: _Tried) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import fx
 
@@ -28,6 +29,7 @@ from fxpart.plan.constraint_table import DATA_AXIS
 from fxpart.plan.model import Certificate
 from fxpart.planner.constraints import allowed_recompute
 from fxpart.planner.embedding_tables import shard_large_tables
+from fxpart.planner.expert_parallelism import shard_experts
 from fxpart.pricing.placements import StrategyAssignment, choose_placements
 from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placements
 
@@ -66,10 +68,15 @@ class ShardingAssumptions:
 
 @dataclass
 class ShardingCache:
-    """Graphs of one model that were propagated or sharded before: many placements are equal."""
+    """Decisions about one model that are repeated: many meshes and assumptions share them.
+
+    propagated, sharded: graphs by mesh and annotations. selected: placements, also by the devices,
+    their prices and the assumptions; they do not depend on the ZeRO level.
+    """
 
     propagated: dict[object, fx.GraphModule] = field(default_factory=dict)
     sharded: dict[object, ShardedGraph] = field(default_factory=dict)
+    selected: dict[object, tuple[StrategyAssignment, Certificate]] = field(default_factory=dict)
 
 
 def shard_graph(
@@ -87,7 +94,8 @@ def shard_graph(
     """
     cache = cache or ShardingCache()
     large = shard_large_tables(graph.graph, captured, request, given, DATA_AXIS, expected.stages)
-    seeds = merge_annotations(_batch_cut(captured, request.mesh, given) | large, given)
+    experts = shard_experts(graph.graph) if request.experts else {}
+    seeds = merge_annotations(_batch_cut(captured, request.mesh, given) | large | experts, given)
     close = request.constraints.get("placements", "solver") == "annotated"
 
     def propagate(close: bool) -> fx.GraphModule:
@@ -109,7 +117,12 @@ def shard_graph(
     if not undecided:
         return finish("complete", lambda: whole)
     cache.propagated[key] = whole
-    chosen, certificate = _select_placements(whole, captured, request, expected, undecided)
+    devices = msgspec.json.encode(request.cluster)
+    prices = (devices, request.cost_model, expected)
+    selected = (key, prices, allowed_recompute(request.constraints))
+    if selected not in cache.selected:
+        cache.selected[selected] = _select_placements(whole, captured, request, expected, undecided)
+    chosen, certificate = cache.selected[selected]
     text = f"place{{choice={json.dumps(chosen.text())}}}"
     found = finish(text, lambda: PassManager(all_passes()).run(text, whole))
     if captured.batch_size % (found.multiple() * (expected.microbatches or 1)):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from fxpart.compiler.collective_calls import op_name, unwrap_seeded_call
+from fxpart.compiler.collective_calls import unwrap_seeded_call
+from fxpart.compiler.mixture_ops import WEIGHTS, list_mixtures
 from fxpart.costmodels.tensor_sizes import tensor_bytes
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.pricing.joint_block_kinds import BlockKinds, SavedStorage
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from fxpart.costs import Size
     from fxpart.pricing.specs import Specs
     from fxpart.solver.problem import Weight
-
-_NAME = "fxpart.experts.default"
-_LAYERS = range(3, 7)  # positions of up, down and their biases in the op's arguments
 
 
 @dataclass(frozen=True)
@@ -46,16 +44,10 @@ def find_mixtures(kinds: BlockKinds) -> ExpertMixtures:
     names: set[str] = set()
     numbers = []
     for kind, block in enumerate(kinds.samples):
-        for node in block.nodes:
-            target, args, _ = unwrap_seeded_call(node)
-            if op_name(target) != _NAME:
-                continue
-            layers = [args[i] for i in _LAYERS if i < len(args) and isinstance(args[i], fx.Node)]
-            number = layers[0].meta["val"].shape[0]
-            if isinstance(number, int) and all(layer.op == "get_attr" for layer in layers):
-                nodes[node] = kind
-                names |= {str(layer.target) for layer in layers}
-                numbers.append(number)
+        for one in list_mixtures(block.nodes):
+            nodes[one.node] = kind
+            names |= {*one.weights}
+            numbers.append(one.experts)
     return ExpertMixtures(nodes, frozenset(names), tuple(numbers))
 
 
@@ -86,7 +78,7 @@ class ExpertParallelLayout(BlockLayout):
         found = self._inner.op(node, spec)
         if node not in self._mixtures.nodes:
             return found
-        inputs = tuple(self._part(t) if i in _LAYERS else t for i, t in enumerate(found.inputs))
+        inputs = tuple(self._part(t) if i in WEIGHTS else t for i, t in enumerate(found.inputs))
         return OpSpec(
             found.name, inputs, found.outputs, found.attributes, found.gradients,
             found.gradient_inputs,

@@ -67,6 +67,8 @@ class StageOptionEnumerator:
         most = self.pools[pool].pool.devices // layout.tensor
         degrees = self.space.data or data_degrees(self.pools[pool].pool.devices)
         fit = [d for d in sorted(set(degrees)) if d <= most and d % layout.expert == 0]
+        if self.space.all_replicas and layout.expert > 1:
+            fit = [d for d in fit if d == layout.expert]
         return [d for d in fit if any(self.rows.of(m, d) for m in self.rows.counts)]
 
     def _zero(self, data: int) -> list[int]:

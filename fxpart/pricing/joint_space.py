@@ -24,10 +24,11 @@ class SearchSpace:
     """The allowed choices; None means the planner's default for the cluster and the model.
 
     tensor: ranks that share each block. data: replicas of a stage. expert: replicas over which the
-    experts of a mixture are distributed. zero: levels 0 to 3; recompute: modes. uniform: every
-    stage has equal degrees. max_stages: None for as many as there are devices and blocks.
-    microbatches: counts. most_options: options of a stage, of all pools together; where there are
-    more, the data degrees farthest from powers of two are removed first.
+    experts of a mixture are distributed; with ``all_replicas``, over all or none. zero: levels 0 to
+    3; recompute: modes. uniform: every stage has equal degrees. max_stages: None for as many as
+    there are devices and blocks. microbatches: counts. most_options: options of a stage, of all
+    pools together; where there are more, the data degrees farthest from powers of two are removed
+    first.
     """
 
     tensor: tuple[int, ...] | None = None
@@ -36,6 +37,7 @@ class SearchSpace:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     recompute: tuple[Recompute, ...] = RECOMPUTE_MODES
     uniform: bool = False
+    all_replicas: bool = False
     max_stages: int | None = None
     microbatches: tuple[int, ...] | None = None
     most_options: int = 2048
@@ -80,13 +82,14 @@ def data_degrees(devices: int) -> tuple[int, ...]:
 
 
 def expert_degrees(experts: int, devices: int) -> tuple[int, ...]:
-    """Return the powers of two that divide the number of experts, up to ``devices``; 1 for none.
+    """Return the divisors of the number of experts up to ``devices``; 1 for none.
 
-    On more than ``SMALL`` devices 1 and those from 8 on.
+    On more than ``SMALL`` devices 1 and the powers of two from 8 on.
     """
-    powers = (1 << k for k in range(max(experts, 1).bit_length()))
-    found = [e for e in powers if experts and experts % e == 0 and e <= devices]
-    return tuple(e for e in found if devices <= SMALL or e == 1 or e >= 8) or (1,)
+    found = [e for e in range(1, min(experts, devices) + 1) if experts % e == 0]
+    if devices > SMALL:
+        found = [e for e in found if e == 1 or (e >= 8 and odd(e) == 1)]
+    return tuple(found) or (1,)
 
 
 def microbatch_counts(batch: int, stages: int) -> tuple[int, ...]:

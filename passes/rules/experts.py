@@ -11,11 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxpart.collectives.experts import HALVES, PAIRS
+from fxpart.compiler.mixture_ops import DISPATCHED
 
 from .schema_call import Dim, Entry, SchemaCall, UncoveredCallError
 from .sharding_rule import ShardingRule
-
-TOGETHER = "t&e"
 
 
 def _experts(call: SchemaCall) -> ShardingRule:
@@ -50,9 +49,9 @@ def _both(rule: ShardingRule) -> ShardingRule:
     """Add the strategy in which one axis shards tokens and experts."""
     return replace(
         rule,
-        forms={**rule.forms, TOGETHER: "experts_dispatched"},
-        sizes={**rule.sizes, TOGETHER: rule.sizes["e"]},
-        together={TOGETHER: ("t", "e")},
+        forms={**rule.forms, DISPATCHED: "experts_dispatched"},
+        sizes={**rule.sizes, DISPATCHED: rule.sizes["e"]},
+        together={DISPATCHED: ("t", "e")},
     )
 
 

@@ -225,18 +225,19 @@ def test_on_few_cores_no_mesh_given_by_hand_is_expected_to_be_faster(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sparse", [True, False])
-def test_tables_are_tried_with_zero_and_without(
-    sparse: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("sparse", "small"), [(True, False), (False, False), (False, True)])
+def test_small_graphs_and_tables_are_tried_with_zero_and_without(
+    sparse: bool, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What ZeRO takes to settle rows is known exactly only; of dense models one level is enough."""
+    """What ZeRO costs is known exactly only; of large dense models one level is enough."""
+    monkeypatch.setattr(fxpart.planner.mesh_proposals, "SMALL_GRAPH", 400 if small else 0)
     tried: list[tuple[str, bool]] = []
 
-    def told(request: PlanRequest, mesh: str, zero: int) -> PlanRequest:
+    def record(request: PlanRequest, mesh: str, zero: int, *, experts: bool) -> PlanRequest:
         tried.append((mesh, zero > 0))
-        return with_mesh(request, mesh, zero)
+        return with_mesh(request, mesh, zero, experts=experts)
 
-    monkeypatch.setattr(fxpart.planner.search, "with_mesh", told)
+    monkeypatch.setattr(fxpart.planner.search, "with_mesh", record)
     monkeypatch.setattr(fxpart.planner.search, "_closed", lambda made: math.inf)
     tables = nn.Sequential(nn.EmbeddingBag(5000, 64, mode="sum", sparse=sparse), nn.Linear(64, 1))
     batch = torch.randint(5000, (64, 4)), torch.rand(64, 1)
@@ -245,5 +246,5 @@ def test_tables_are_tried_with_zero_and_without(
         constraints={"stages": 1},
     )  # fmt: skip
     levels = sorted(zero for mesh, zero in tried if mesh == "dp=2")
-    assert levels == ([False, True] if sparse else levels[:1]) and levels
+    assert levels == ([False, True] if sparse or small else levels[:1]) and levels
     assert len(set(tried)) == len(tried)

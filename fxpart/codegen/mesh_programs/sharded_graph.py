@@ -15,6 +15,7 @@ from fxpart.annotations.graph_values import sharding
 from fxpart.annotations.placement_origin import is_annotated
 from fxpart.compiler import MESH_KEY, PassManager
 from fxpart.compiler.graph_edit import annotate
+from fxpart.compiler.mixture_ops import DISPATCHED, list_mixtures
 from fxpart.compiler.node_annotation import NodeSharding
 from fxpart.passes import all_passes
 from fxpart.sharding import (
@@ -83,17 +84,17 @@ class ShardedGraph:
         """Return the placements of each parameter and buffer, by main name."""
         return _values(self.whole, "get_attr")
 
-    def degrees(self) -> tuple[int, int]:
-        """Return the data-parallel degree, and the number of ranks that share each part.
+    def degrees(self) -> tuple[int, int, int]:
+        """Return the degrees of data, tensor and expert parallelism.
 
         An axis is data-parallel if it shards the rows of every input that has rows, and no
-        parameter except by ZeRO-3: an axis that shards parameters is tensor-parallel, also where
-        some ops split the batch over it.
+        parameter except by ZeRO-3 and those of distributed experts: another axis that shards
+        parameters is tensor-parallel, also where some ops split the batch over it.
         """
-        rows = prod(
-            self.mesh.shape[axis] for axis in self._batch_axes() if not self._shards_weights(axis)
-        )
-        return rows, self.mesh.size // rows
+        axes, shape = self._batch_axes(), self.mesh.shape
+        experts = [axis for axis in axes if self._list_distributed(axis)]
+        rows = prod(shape[axis] for axis in axes if not self._shards_weights(axis))
+        return rows, self.mesh.size // rows, prod(shape[axis] for axis in experts)
 
     def count_batch_parts(self) -> int:
         """Return the number of parts into which the rows of every input are sharded."""
@@ -110,15 +111,24 @@ class ShardedGraph:
         return [k for k in range(len(self.mesh.shape)) if cut and all(c[k] for c in cut)]
 
     def _shards_weights(self, axis: int) -> bool:
-        """Return whether the axis shards a parameter, other than by ZeRO-3."""
+        """Return whether the axis shards a parameter, other than by ZeRO-3 or by expert."""
         if self.zero == 3 and self.mesh.names[axis] == self.zero_axis:
             return False
-        state = self.state()
+        state, apart = self.state(), self._list_distributed(axis)
         return any(
             isinstance(state[name][axis], Shard)
             for name in self.captured.parameters
-            if name in state
+            if name in state and name not in apart
         )
+
+    def _list_distributed(self, axis: int) -> set[str]:
+        """Return the parameters of experts that the axis distributes, with an exchange of rows."""
+        found = set()
+        for mixture in list_mixtures(self.whole.graph):
+            known = sharding(mixture.node)
+            if known is not None and known.strategy[axis] == DISPATCHED:
+                found |= {*mixture.weights}
+        return found
 
     def multiple(self) -> int:
         """Return the number that must divide the rows of every microbatch."""

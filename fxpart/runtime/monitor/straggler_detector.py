@@ -92,8 +92,7 @@ class StragglerDetector:
 
         Does nothing if one process runs all ranks.
         """
-        # One process that runs several ranks measures their sum.
-        self.last = tuple(busy) if len(busy) == len(self._stage) and all(busy) else ()
+        self.last = tuple(busy) if all(busy) else ()
         if len(busy) < 2 or len(busy) != len(self._stage) or not all(busy):
             return
         self._seen += 1

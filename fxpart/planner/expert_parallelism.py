@@ -1,0 +1,56 @@
+"""Expert parallelism: mixtures whose experts are distributed over the data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import gcd
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fxpart.annotations.entry_syntax import AnnotationKey, read_placements
+from fxpart.compiler.mixture_ops import list_mixtures
+from fxpart.plan.constraint_table import DATA_AXIS
+from fxpart.solver.joint.constraints.parse import parse_constraints
+
+if TYPE_CHECKING:
+    from fxpart.planner.request import PlanRequest
+
+
+def shard_experts(graph: fx.Graph) -> dict[str, str]:
+    """Return annotations that shard the weights of all mixtures over the data axis, by expert."""
+    return {name: f"{DATA_AXIS}:S(0)" for one in list_mixtures(graph) for name in one.weights}
+
+
+def list_expert_choices(
+    graph: fx.Graph, request: PlanRequest, given: Mapping[str, str]
+) -> tuple[bool, ...]:
+    """Return whether experts may be replicated (False) and distributed (True) on a given mesh.
+
+    They are distributed over the data axis of a synchronous plan, if the constraint ep allows it
+    and the user's annotations (``given``) do not decide it.
+    """
+    ranks = dict(request.mesh.axes).get(DATA_AXIS, 1)
+    mixtures = list_mixtures(graph)
+    even = mixtures and gcd(*(one.experts for one in mixtures)) % ranks == 0
+    names = [name for one in mixtures for name in one.weights]
+    if ranks == 1 or not even or request.mode != "sync" or is_annotated_by_expert(given, names):
+        return (False,)
+    found = [False, True]
+    for constraint in parse_constraints(request.constraints):
+        if constraint.key == "ep":
+            values = constraint.values or (str(ranks),)
+            found = [
+                e for e in found if (str(ranks if e else 1) in values) == (constraint.kind == "fix")
+            ]
+    return tuple(found) or (False,)
+
+
+def is_annotated_by_expert(given: Mapping[str, str], names: Iterable[str]) -> bool:
+    """Return whether annotations place one of these parameters on the data axis, or all values."""
+    keys = [
+        AnnotationKey.parse(text)
+        for text, placements in given.items()
+        if DATA_AXIS in read_placements(placements)
+    ]
+    return any(key.kind == "state" and key.matches(name) for name in names for key in keys)
