@@ -38,7 +38,7 @@ def test_nanogpt_changes_few_lines() -> None:
 
 @pytest.mark.slow
 def test_nanogpt_trains_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and evaluations; each script also resumes from the file of the other."""
+    """Losses and evaluations; the planned script resumes from the file of the plain one."""
     found: dict[str, Any] = {}
     scripts = {name: load(name) for name in ("nanogpt", "nanogpt_planned")}
     for name, script in scripts.items():
@@ -55,10 +55,15 @@ def test_nanogpt_trains_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [line[0] for line in plain] == [4, 8]
     for mine, theirs in zip(planned, plain, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
-    for name, other in (("nanogpt", "nanogpt_planned"), ("nanogpt_planned", "nanogpt")):
-        scripts[name].main(8, tmp_path / "half" / name, stop=4)
-        (resumed,) = scripts[other].main(8, tmp_path / "half" / name)
-        assert resumed == pytest.approx(plain[1], rel=1e-5)
+    scripts["nanogpt"].main(8, tmp_path / "half", stop=4)
+    (resumed,) = scripts["nanogpt_planned"].main(8, tmp_path / "half")
+    assert resumed == pytest.approx(plain[1], rel=1e-5)
+    saved, known = (
+        torch.load(folder / "state.pt") for folder in (tmp_path / "half", tmp_path / "nanogpt")
+    )
+    assert saved["optimizer"]["state"].keys() == known["optimizer"]["state"].keys()
+    for key, tensor in known["model"].items():
+        assert torch.allclose(saved["model"][key], tensor, atol=1e-5), key
 
 
 @pytest.mark.slow

@@ -216,6 +216,20 @@ def test_two_ranks_train_as_the_plain_trainer(
         check_weights(numbers, expected)
 
 
+def test_two_ranks_resume_from_the_plain_trainer(pool: Pool, tmp_path: Path) -> None:
+    whole = programs.make_trainer(
+        transformers.Trainer, {}, output_dir=str(tmp_path), save_strategy="steps"
+    )
+    whole.train()
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    saved = str(tmp_path / "checkpoint-3")
+    run = (str(tmp_path / "again"), TWO_STAGES, saved, sizes)
+    for found, numbers, world in pool.run(programs.run_planned, *run):
+        assert world == 2
+        assert programs.distance(found[:-1], programs.history(whole)[:-1]) < 1e-5
+        check_weights(numbers, programs.weights(whole))
+
+
 def test_two_ranks_train_as_data_parallel_ranks(pool: Pool, tmp_path: Path) -> None:
     """With 32 and 8 rows, of which DistributedDataParallel repeats none."""
     (mine, numbers), *_ = pool.run(programs.run_even, str(tmp_path / "planned"), True)
