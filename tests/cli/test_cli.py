@@ -154,7 +154,7 @@ def test_every_page_has_a_code() -> None:
 
 def test_explain_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert "microbatch" in call(capsys, "explain", "glossary")[0]
-    assert "certificate" in call(capsys, "explain", "understanding_a_plan")[0]
+    assert "Certificate" in call(capsys, "explain", "understanding_a_plan")[0]
     found = json.loads(call(capsys, "explain", "FXP301", "--json")[0])
     assert found["exit_status"] == 2 and found["title"] == CODES["FXP301"][0]
     _, err = call(capsys, "explain", "FXP999", status=2)
