@@ -92,8 +92,8 @@ def propose_meshes(
                 front.graph, front.captured, mine, microbatches
             )
             chosen = choose_degrees(
-                problem, provenance, mine, pace=_pace(mine), levels=has_tables(front) or front.info.nodes <= SMALL_GRAPH,
-                progress=progress,
+                problem, provenance, mine, pace=_pace(mine),
+                levels=has_tables(front) or front.info.nodes <= SMALL_GRAPH, progress=progress,
             )  # fmt: skip
         except FxpartError as fault:
             problems += fault.problems if view is None else ()
