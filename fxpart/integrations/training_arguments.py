@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem
 
 # Names of optim= that make optimizers of torch, or others whose step fxpart tests.
@@ -126,6 +127,14 @@ def _find_problems(args: Any) -> Iterator[Problem]:
 
 def _find_data_problems(args: Any) -> Iterator[Problem]:
     config, alone = args.accelerator_config, args.world_size == 1
+    launch = read_launch()
+    if launch is not None and launch.world != args.world_size:
+        yield _problem(
+            f"world_size {args.world_size}",
+            f"the launcher has started {launch.world} processes, which transformers does not use "
+            "on this device",
+            "pass use_cpu=True to train on CPUs",
+        )
     for name in ("split_batches", "dispatch_batches"):
         if getattr(config, name, None):
             yield _problem(

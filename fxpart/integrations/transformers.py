@@ -285,6 +285,8 @@ class PlannedTrainer(transformers.Trainer):
         self.write_weights(first_only=True)
         with _restore_configs(self.model):
             super().save_model(*arguments, **options)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # Then every rank can read the files.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save both in the plain Trainer's files."""

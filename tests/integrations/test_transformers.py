@@ -18,6 +18,7 @@ import integration_programs as programs
 import transformers
 
 from fxpart.errors import FxpartError
+from fxpart.integrations.training_arguments import check_training_arguments
 from fxpart.integrations.transformers import PlannedTrainer
 
 pytestmark = pytest.mark.slow
@@ -243,7 +244,9 @@ def test_ranks_with_other_rows_are_refused(pool: Pool, tmp_path: Path) -> None:
         assert isinstance(failure, FxpartError) and failure.code == "FXP501"
 
 
-def test_everything_that_cannot_be_honored_is_refused_together() -> None:
+def test_everything_that_cannot_be_honored_is_refused_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(FxpartError) as caught:
         programs.make_trainer(
             PlannedTrainer,
@@ -258,9 +261,18 @@ def test_everything_that_cannot_be_honored_is_refused_together() -> None:
     with pytest.raises(FxpartError, match="micro_batches"):
         programs.make_trainer(PlannedTrainer, {"micro_batches": 2})
 
+    arguments = programs.make_arguments()
+    assert arguments.world_size == 1
+    torchrun = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**torchrun, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(FxpartError, match="started 2 processes"):
+        check_training_arguments(arguments)
+
     class Own(PlannedTrainer):
         def compute_loss(self, *_: Any, **__: Any) -> Any:
             raise AssertionError
 
+    monkeypatch.undo()
     with pytest.raises(FxpartError, match="compute_loss_func"):
         programs.make_trainer(Own, TWO_STAGES)
