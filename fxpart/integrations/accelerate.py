@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.integrations.global_batch_accelerator import GlobalBatchAccelerator
 from fxpart.integrations.packages import require_package
@@ -52,6 +53,15 @@ class PlannedAccelerator(GlobalBatchAccelerator):
                 where=f"PlannedAccelerator(mixed_precision={self.mixed_precision!r})",
                 why="a plan computes in float32 or under autocast in bfloat16",
                 fix='use "bf16" or "no"',
+            )
+        launch = read_launch()
+        if launch is not None and launch.world != self.num_processes:
+            raise error(
+                "FXP109",
+                where="PlannedAccelerator()",
+                why=f"the launcher has started {launch.world} processes, and accelerate uses "
+                f"{self.num_processes} on this device",
+                fix="pass cpu=True to train on CPUs",
             )
         if self.mixed_precision == "bf16":
             given.setdefault("precision", "bf16")

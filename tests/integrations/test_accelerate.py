@@ -113,6 +113,15 @@ def prepared(**options: Any) -> Any:
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
+def test_processes_that_accelerate_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+    PlannedAccelerator(cpu=True)  # Its state, of one process, is shared by the next.
+    for name, value in {**torchrun, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(FxpartError, match="started 2 processes"):
+        PlannedAccelerator(cpu=True)
+
+
 def test_what_the_loop_must_not_do() -> None:
     accelerator, model, optimizer = prepared()
     batch = {"input_ids": torch.randint(96, (4, 12))}
