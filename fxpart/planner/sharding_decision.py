@@ -35,6 +35,7 @@ from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placement
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
+    from fxpart.costs import CostModel
     from fxpart.planner.request import PlanRequest
 
 
@@ -77,6 +78,14 @@ class ShardingCache:
     propagated: dict[object, fx.GraphModule] = field(default_factory=dict)
     sharded: dict[object, ShardedGraph] = field(default_factory=dict)
     selected: dict[object, tuple[StrategyAssignment, Certificate]] = field(default_factory=dict)
+    models: list[CostModel] = field(default_factory=list)
+
+    def number(self, model: CostModel) -> int:
+        """Return a number of the cost model by which it can be told from others that were used."""
+        found = next((i for i, one in enumerate(self.models) if one is model), None)
+        if found is None:
+            self.models.append(model)
+        return len(self.models) - 1 if found is None else found
 
 
 def shard_graph(
@@ -118,7 +127,7 @@ def shard_graph(
         return finish("complete", lambda: whole)
     cache.propagated[key] = whole
     devices = msgspec.json.encode(request.cluster)
-    prices = (devices, request.cost_model, expected)
+    prices = (devices, cache.number(request.cost_model), expected)
     selected = (key, prices, allowed_recompute(request.constraints))
     if selected not in cache.selected:
         cache.selected[selected] = _select_placements(whole, captured, request, expected, undecided)

@@ -84,4 +84,4 @@ def test_degrees_of_experts() -> None:
     assert expert_degrees(0, 64) == (1,)
     assert expert_degrees(8, 4) == (1, 2, 4)
     assert expert_degrees(256, 1024) == (1, 8, 16, 32, 64, 128, 256)
-    assert expert_degrees(6, 16) == (1, 2)
+    assert expert_degrees(6, 16) == (1, 2, 3, 6)

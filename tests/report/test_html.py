@@ -170,12 +170,12 @@ def test_a_browser_draws_it(dark: bool, tmp_path: Path) -> None:
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
     subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *scheme,
-         "--window-size=800,700", f"--user-data-dir={tmp_path / 'profile'}",
+         "--window-size=800,1200", f"--user-data-dir={tmp_path / 'profile'}",
          f"--screenshot={shot}", page.as_uri()],
         check=True, capture_output=True, timeout=90,
     )  # fmt: skip
     width, height, colours = pixels(shot)
-    assert (width, height) == (800, 700)
+    assert (width, height) == (800, 1200)
     background = max(set(colours), key=colours.count)
     assert (sum(background) < 150) is dark
     # Forwards are blue and backwards orange, in both schemes.
