@@ -81,7 +81,7 @@ class ShardingCache:
     models: list[CostModel] = field(default_factory=list)
 
     def number(self, model: CostModel) -> int:
-        """Return a number of the cost model by which it can be told from others that were used."""
+        """Return a number that identifies the cost model among those that were used."""
         found = next((i for i, one in enumerate(self.models) if one is model), None)
         if found is None:
             self.models.append(model)

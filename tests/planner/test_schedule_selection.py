@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -271,3 +272,27 @@ def test_each_schedule_pays_for_the_split(name: str) -> None:
         for rows in (whole, plan.prediction.ranks)
     ]
     assert name == "zb-v" or each[1] > 1.2 * each[0]  # of virtual stages each is smaller
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["found", "zb-v", "interleaved", "breadth-first"])
+def test_unlike_devices_have_the_requested_schedule(name: str) -> None:
+    """Replicated stages have no such schedule, so they do not compete."""
+    device = Device(
+        name="d0", kind="cpu", model="fast", host="h", memory=1 << 34,
+        flops={"float32": 4e10}, bandwidth=1e10,
+    )  # fmt: skip
+    slow = {"name": "d1", "model": "slow", "flops": {"float32": 1e10}}
+    cluster = Cluster(
+        name="unlike",
+        devices=(device, msgspec.structs.replace(device, **slow),
+                 msgspec.structs.replace(device, name="d2")),
+        links=(Link(source="*", target="*", latency=1e-6, bandwidth=1e9),),
+    )  # fmt: skip
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    x = torch.randn(8, 16)
+    plan = fxpart.compile(
+        model, cluster, example_inputs=(x, x), loss=nn.functional.mse_loss,
+        constraints={"mesh": "none", "stages": 2, "schedule": name}, check="off",
+    ).plan  # fmt: skip
+    assert plan.schedule == name and not plan.replicas

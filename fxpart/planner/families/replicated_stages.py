@@ -24,7 +24,7 @@ from fxpart.codegen.generated_program import (
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Certificate, Plan
-from fxpart.planner.families.schedule_selection import keep_cut_schedules, requested_schedules
+from fxpart.planner.families.schedule_selection import chooses_cuts, requested_schedules
 from fxpart.planner.mesh_plan import apply_constraints
 from fxpart.planner.plan_builder import make_plan, rank_prediction
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
@@ -106,8 +106,12 @@ def find_replicated_plan(front: PreparedModel, microbatches: int | None) -> Foun
     None where none fits, or where no requested schedule supports replicas.
     """
     request = front.request
-    names = keep_cut_schedules(requested_schedules(request))
-    if not any(SCHEDULES[name].supports_replicas for name in names):
+    names = tuple(
+        name
+        for name in requested_schedules(request)
+        if chooses_cuts(name) and SCHEDULES[name].supports_replicas
+    )
+    if not names:
         return None
     problem, provenance = price(
         front.graph,
@@ -117,7 +121,7 @@ def find_replicated_plan(front: PreparedModel, microbatches: int | None) -> Foun
         batch_size=front.captured.batch_size,
         microbatches=microbatches,
         optimizer=request.optimizer,
-        schedules=tuple(name for name in names if SCHEDULES[name].supports_replicas),
+        schedules=names,
         min_stages=request.stages[0] if fixed_stages(request.constraints) is not None else 1,
         max_stages=request.stages[1],
         transfer_dtype=request.transfer_dtype,
