@@ -31,7 +31,7 @@ def shorten_path(file: str) -> str:
             return "/".join(parts[parts.index(marker) + 1 :])
     try:
         return path.resolve().relative_to(Path.cwd()).as_posix()
-    except ValueError:
+    except (ValueError, OSError):  # elsewhere; or the working folder was deleted
         return path.name
 
 
