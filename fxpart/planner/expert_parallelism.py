@@ -28,9 +28,10 @@ def list_expert_choices(
     """Return whether experts may be replicated (False) and distributed (True) on a given mesh.
 
     They are distributed over the data axis of a synchronous plan, if the constraint ep allows it
-    and the user's annotations (``given``) do not decide it.
+    and neither an axis ep nor the user's annotations (``given``) decide it.
     """
-    ranks = dict(request.mesh.axes).get(DATA_AXIS, 1)
+    axes = dict(request.mesh.axes)
+    ranks = 1 if "ep" in axes else axes.get(DATA_AXIS, 1)
     mixtures = list_mixtures(graph)
     even = mixtures and gcd(*(one.experts for one in mixtures)) % ranks == 0
     names = [name for one in mixtures for name in one.weights]

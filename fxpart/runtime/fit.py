@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,19 +15,17 @@ from fxpart.errors import error
 from fxpart.plan.throughput import RowFigures
 from fxpart.runtime.batch.batch_iterator import call_user_function, iterate_batches
 from fxpart.runtime.callbacks import (
-    AnyCallback,
-    EarlyStopping,
     Event,
     Kind,
     RunProgress,
     StepInfo,
 )
+from fxpart.runtime.fit_options import FitOptions, iter_once
 from fxpart.runtime.monitor.memory_footprint import read_peak_memory
-from fxpart.runtime.monitor.nonfinite_guard import MOST_SKIPPED, REACTIONS, NonFiniteGuard
+from fxpart.runtime.monitor.nonfinite_guard import MOST_SKIPPED, NonFiniteGuard
 from fxpart.runtime.monitor.straggler_detector import Straggler
 from fxpart.runtime.optimizer.facade import check_scheduler
 from fxpart.runtime.training_run.data_position import DataPosition
-from fxpart.runtime.training_run.options import Checkpoints
 from fxpart.runtime.training_run.run_digests import CompletedUpdate
 from fxpart.runtime.training_run.run_session import RunSession
 from fxpart.runtime.transport.agreement import AllRanksError, agree
@@ -38,64 +35,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """The keyword arguments of :meth:`~fxpart.runtime.trainer.Trainer.fit`."""
-
-    steps: int | None = None
-    epochs: int | None = None
-    accumulate: int = 1
-    evaluate: Iterable[Any] | None = None
-    every: int | None = None
-    metrics: Mapping[str, Any] | None = None
-    scheduler: Any = None
-    scheduler_every: str = "step"
-    callbacks: Sequence[AnyCallback] = ()
-    early_stopping: EarlyStopping | None = None
-    local: bool = False
-    checkpoints: Checkpoints | str | Path | None = None
-    progress: bool | None = None
-    nonfinite: str = "warn"
-
-    def check(self) -> FitOptions:
-        """Raise FXP109 for invalid combinations."""
-        wrong = ""
-        if any(n is not None and n < 1 for n in (self.steps, self.epochs, self.every)):
-            wrong = "steps, epochs and every must be at least 1"
-        elif self.accumulate < 1:
-            wrong = "accumulate must be at least 1"
-        elif self.evaluate is None and (self.every or self.early_stopping or self.metrics):
-            wrong = "every, metrics and early_stopping need evaluate=, the batches to evaluate on"
-        elif self.scheduler_every not in ("step", "epoch"):
-            wrong = 'scheduler_every must be "step" or "epoch"'
-        elif self.nonfinite not in REACTIONS:
-            wrong = f"nonfinite must be one of {', '.join(REACTIONS)}"
-        elif self.nonfinite == "rollback" and self.checkpoints is None:
-            wrong = 'nonfinite="rollback" needs checkpoints='
-        elif iter_once(self.evaluate):
-            wrong = "evaluate is an iterator, which ends after one evaluation: pass a list, a "
-            wrong += "DataLoader, or a function that returns the batches"
-        if wrong:
-            raise error("FXP109", where="fit", why=wrong, fix="see the docs page on training")
-        return self
-
-    def describe(self) -> str:
-        """Return the options that must be equal on all ranks, as text."""
-        return (
-            f"steps {self.steps} epochs {self.epochs} accumulate {self.accumulate} every "
-            f"{self.every} evaluate {self.evaluate is not None} metrics {list(self.metrics or ())} "
-            f"scheduler {type(self.scheduler).__name__} {self.scheduler_every} "
-            f"early {self.early_stopping is not None} local {self.local} "
-            f"nonfinite {self.nonfinite} checkpoints "
-            f"{None if self.kept is None else self.kept.describe()}"
-        )
-
-    @property
-    def kept(self) -> Checkpoints | None:
-        """The checkpoint options of the run."""
-        return Checkpoints.of(self.checkpoints)
 
 
 @dataclass(frozen=True)
@@ -407,11 +346,6 @@ class FitLoop:
                 getattr(callback, "on_event", _ignore)(event)
             except Exception as other:
                 cause.add_note(f"callback {_name(callback)}.on_event(failure) raised {other!r}")
-
-
-def iter_once(batches: Any) -> bool:
-    """Return whether it can be iterated only once."""
-    return isinstance(batches, Iterator)
 
 
 def _ignore(event: Event) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def get_scalars(info: StepInfo) -> dict[str, float]:
     }
 
 
-class ScalarLogger(Callback):
+class ScalarLogger(Callback, ABC):
     """Base of callbacks that write named numbers per step; by default on rank 0.
 
     every: steps from one entry to the next. per_rank: whether every rank writes; ranks other than 0
@@ -92,17 +93,17 @@ class ScalarLogger(Callback):
             self._is_open = False
             self.finish(failed=event.kind == "failure")
 
+    @abstractmethod
     def begin(self, rank: int, step: int) -> None:
         """Open the log. step: updates before the run, more than 0 where it resumes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Write numbers by name. group: "train" or "evaluation"."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, failed: bool) -> None:
         """Complete the log."""
-        raise NotImplementedError
 
 
 class TensorBoardLogger(ScalarLogger):

@@ -11,7 +11,8 @@ import torch
 
 from fxpart.diagnostics.rank_event import ALL, STEP
 from fxpart.errors import FxpartError, error
-from fxpart.runtime.fit import FitLoop, FitOptions, FitResult
+from fxpart.runtime.fit import FitLoop, FitResult
+from fxpart.runtime.fit_options import FitOptions
 from fxpart.runtime.gradients.communication import send_tied_gradients
 from fxpart.runtime.gradients.gradient_norm import (
     clip_gradient_norm,

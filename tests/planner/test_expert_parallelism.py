@@ -106,3 +106,9 @@ def test_selected_expert_parallelism_trains_like_one_process(stages: int, zero: 
     assert "experts_dispatched" in made.sources[0]
     found = made.verify(steps=2)
     assert found.passed and found.largest <= 1e-6
+
+
+@pytest.mark.parametrize("given", [{}, {"ep": 2}])
+def test_an_axis_for_experts_is_what_the_user_wants(given: dict[str, int | str]) -> None:
+    made = plan(count=4, mesh="dp=2,ep=2", **given)
+    assert expert_degrees(made) == {(2, 2, 1)}

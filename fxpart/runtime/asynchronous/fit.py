@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fxpart.diagnostics.exception_text import describe_exception
 from fxpart.errors import FxpartError, error
-from fxpart.runtime.fit import FitLoop, FitOptions
+from fxpart.runtime.fit import FitLoop
+from fxpart.runtime.fit_options import FitOptions
 from fxpart.runtime.monitor.nonfinite_guard import report_nonfinite_loss
 from fxpart.runtime.training_run.run_digests import CompletedUpdate
 from fxpart.runtime.transport.agreement import AllRanksError, agree
