@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "fxpart needs Python 3.11 or newer: make PYTHON=..." >&2; exit 4; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,test,models,integrations]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,test,models,integrations,metrics]'
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 

@@ -18,7 +18,7 @@ PAGES = (
     "converting_a_script", "custom_ops_and_passes", "errors", "getting_started", "glossary",
     "heterogeneous_devices", "how_a_plan_is_found", "integrations", "numerical_equivalence",
     "other_engines", "parallelism", "planning_for_a_cluster", "schedules", "supported",
-    "understanding_a_plan",
+    "understanding_a_plan", "what_users_ask_for",
 )  # fmt: skip
 
 # Earlier names of pages, with the page that has their content now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fxpart.runtime.callbacks import Callback, EarlyStopping, Event, JsonLines, StepInfo
+from fxpart.runtime.fit_options import Statistics
 from fxpart.runtime.host.gpus import local_device
 from fxpart.runtime.optimizer.parameter_groups import no_decay
 from fxpart.runtime.run_loggers import (
@@ -27,6 +28,7 @@ __all__ = [
     "MLflowLogger",
     "ProcessGroupTransport",
     "PrometheusFile",
+    "Statistics",
     "StepInfo",
     "TensorBoardLogger",
     "Trainer",

@@ -15,7 +15,7 @@ from fxpart.errors import error
 
 _log = logging.getLogger("fxpart.runtime")
 
-Kind = Literal["start", "evaluation", "epoch", "fallback", "slow", "failure", "end"]
+Kind = Literal["start", "evaluation", "statistics", "epoch", "fallback", "slow", "failure", "end"]
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,10 @@ class StepInfo:
 class Event:
     """An event other than a step.
 
-    kind: "start", "evaluation" (values: loss and metrics), "epoch" (a pass over the data has
-    ended), "fallback" (why: an asynchronous pipeline flushes after every minibatch from now on),
+    kind: "start", "evaluation" (values: loss and metrics), "statistics" (values: of gradients and
+    activations by name, see :class:`~fxpart.runtime.fit_options.Statistics`), "epoch" (a pass over
+    the data has ended), "fallback" (why: an asynchronous pipeline flushes after every minibatch
+    from now on),
     "slow" (why: a rank has become slow, or no longer is:
     :mod:`fxpart.runtime.monitor.straggler_detector`), "failure" (error: the exception of fit) or
     "end" (why: "steps", "epochs", "data", "early stopping", or a signal). step: updates so far; at
@@ -171,9 +173,10 @@ class RunProgress(Callback):
         """Log the event with its values or its reason."""
         if event.rank:
             return
-        values = ", ".join(f"{name} {value:.4g}" for name, value in event.values.items())
+        shown = {} if event.kind == "statistics" else event.values
+        values = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
         reason = event.why or values or str(event.error or "")
-        level = logging.DEBUG if event.kind == "epoch" else logging.INFO
+        level = logging.DEBUG if event.kind in ("epoch", "statistics") else logging.INFO
         _log.log(
             level, "fit: %s at step %d, epoch %d%s", event.kind, event.step, event.epoch,
             f": {reason}" if reason else "",

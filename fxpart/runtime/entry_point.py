@@ -29,6 +29,8 @@ ENTRY_POINTS = {
     "evaluate": TrainerCallKind.EVALUATE,
     "predict_with_loss": TrainerCallKind.EVALUATE,
     "predict": TrainerCallKind.EVALUATE,
+    "generate": TrainerCallKind.EVALUATE,
+    "activation_statistics": TrainerCallKind.EVALUATE,
     "ema_state_dict": TrainerCallKind.STATE,
     "gradients": TrainerCallKind.STATE,
     "load_checkpoint": TrainerCallKind.STATE,

@@ -20,10 +20,11 @@ from fxpart.runtime.callbacks import (
     RunProgress,
     StepInfo,
 )
-from fxpart.runtime.fit_options import FitOptions, iter_once
+from fxpart.runtime.fit_options import FitOptions, Statistics, iter_once
 from fxpart.runtime.monitor.memory_footprint import read_peak_memory
 from fxpart.runtime.monitor.nonfinite_guard import MOST_SKIPPED, NonFiniteGuard
 from fxpart.runtime.monitor.straggler_detector import Straggler
+from fxpart.runtime.monitor.tensor_statistics import name_statistics
 from fxpart.runtime.optimizer.facade import check_scheduler
 from fxpart.runtime.training_run.data_position import DataPosition
 from fxpart.runtime.training_run.run_digests import CompletedUpdate
@@ -105,6 +106,7 @@ class FitLoop:
             self.trainer.pace.forget(self._notify_straggler)
             if self.guard is not None:
                 self.trainer.accepts_update = None
+                self.trainer.log_gradient_statistics = False
             if self._kept is not None:
                 self._kept.close()
         saved = None if self._kept is None else self._kept.saved
@@ -198,6 +200,10 @@ class FitLoop:
         """Update with these batches; return False if the run went back to a checkpoint instead."""
         trainer, total, rows, weights = self.trainer, 0.0, 0, 0.0
         busy: list[tuple[int, ...]] = []
+        reported = self.run.reported
+        if reported is not None and (self.step + 1) % reported.every:
+            reported = None
+        trainer.log_gradient_statistics = reported is not None and reported.gradients
         for index, batch in enumerate(group):
             last = index + 1 == len(group)
             loss = trainer.step(batch, accumulate=not last, local=self.run.local)
@@ -214,7 +220,20 @@ class FitLoop:
         self.report_step(
             self.make_info((self.step, self.position.epoch), self.loss, lr, rows, busy)
         )
+        if reported is not None:
+            self._report_statistics(reported, group[-1])
         return True
+
+    def _report_statistics(self, reported: Statistics, batch: Any) -> None:
+        """Notify the callbacks of the statistics of the update; batch: its last one."""
+        trainer, values = self.trainer, dict[str, float]()
+        if reported.gradients:
+            values |= name_statistics("gradient", trainer.last_gradient_statistics)
+        if reported.activations:
+            found = trainer.activation_statistics(batch, local=self.run.local)
+            values |= name_statistics("activation", found)
+        self._notify("statistics", values=values)
+        self._last = time.perf_counter()
 
     def make_info(
         self,

@@ -14,6 +14,26 @@ from fxpart.runtime.training_run.options import Checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What ``fit(statistics=)`` reports to callbacks, as events of the kind "statistics".
+
+    every: updates from one event to the next. gradients: of each parameter, before clipping, such
+    as ``gradient_norm/layers.0.weight``. activations: of each module's output for the update's last
+    batch (:meth:`~fxpart.runtime.trainer.Trainer.activation_statistics`), such as
+    ``activation_zeros/layers.0.act``; they take one more forward.
+    """
+
+    every: int = 100
+    gradients: bool = True
+    activations: bool = True
+
+    @classmethod
+    def of(cls, given: Statistics | int | None) -> Statistics | None:
+        """Return the options; a number is ``every``."""
+        return cls(every=given) if isinstance(given, int) else given
+
+
+@dataclass(frozen=True, kw_only=True)
 class FitOptions:
     """The keyword arguments of :meth:`~fxpart.runtime.trainer.Trainer.fit`."""
 
@@ -29,16 +49,19 @@ class FitOptions:
     early_stopping: EarlyStopping | None = None
     local: bool = False
     checkpoints: Checkpoints | str | Path | None = None
+    statistics: Statistics | int | None = None
     progress: bool | None = None
     nonfinite: str = "warn"
 
     def check(self) -> FitOptions:
         """Raise FXP109 for invalid combinations."""
-        wrong = ""
+        wrong, reported = "", self.reported
         if any(n is not None and n < 1 for n in (self.steps, self.epochs, self.every)):
             wrong = "steps, epochs and every must be at least 1"
         elif self.accumulate < 1:
             wrong = "accumulate must be at least 1"
+        elif reported is not None and reported.every < 1:
+            wrong = "statistics must be at least 1, the number of updates between two events"
         elif self.evaluate is None and (self.every or self.early_stopping or self.metrics):
             wrong = "every, metrics and early_stopping need evaluate=, the batches to evaluate on"
         elif self.scheduler_every not in ("step", "epoch"):
@@ -61,9 +84,14 @@ class FitOptions:
             f"{self.every} evaluate {self.evaluate is not None} metrics {list(self.metrics or ())} "
             f"scheduler {type(self.scheduler).__name__} {self.scheduler_every} "
             f"early {self.early_stopping is not None} local {self.local} "
-            f"nonfinite {self.nonfinite} checkpoints "
+            f"nonfinite {self.nonfinite} statistics {self.reported} checkpoints "
             f"{None if self.kept is None else self.kept.describe()}"
         )
+
+    @property
+    def reported(self) -> Statistics | None:
+        """The statistics that callbacks get."""
+        return Statistics.of(self.statistics)
 
     @property
     def kept(self) -> Checkpoints | None:

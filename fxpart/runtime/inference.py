@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import msgspec
 import torch
 
 from fxpart.errors import error
-from fxpart.runtime.batch.batch_agreement import BatchAgreement
+from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource
 from fxpart.runtime.batch.batch_iterator import call_user_function, iterate_batches
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
+from fxpart.runtime.batch.mesh_rank_batch import get_global_inputs
 from fxpart.runtime.batch.outputs import Outputs, gather_outputs
 from fxpart.runtime.batch.repetition_check import check_repetition
 from fxpart.runtime.batch.row_repetition import drop_repeated_rows
-from fxpart.runtime.engine import PipelineResult
+from fxpart.runtime.engine import PipelineEngine, PipelineResult
+from fxpart.runtime.generation import (
+    GenerationOptions,
+    Prompts,
+    TokenInputs,
+    TokenSequences,
+    choose_tokens,
+    select_logits,
+)
+from fxpart.runtime.metrics import Metric, MetricTally
+from fxpart.runtime.monitor.tensor_statistics import TensorStatistics, join_rows
 from fxpart.runtime.stateful_trainer import StatefulTrainer
-from fxpart.runtime.transport.agreement import convert_transport_errors
-
-Metric = Callable[[Any, Any], Any]
+from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 
 
 class Inference(StatefulTrainer):
@@ -57,20 +67,21 @@ class Inference(StatefulTrainer):
     def evaluate(
         self,
         batches: Iterable[Any],
-        metrics: Mapping[str, Metric | Any] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         *,
         local: bool = False,
     ) -> dict[str, float]:
         """Return loss and metrics over batches in evaluation mode, equal on every rank.
 
         The loss is the mean over all rows. metrics: by name a function (outputs, batch) -> number
-        of one batch, averaged weighted by rows; or an object with ``update(outputs, batch)`` and
-        ``compute()`` (and ``reset()``, which is called first). They run only on rank 0, with whole
-        outputs and rank 0's batch; other ranks receive the results. A program without a loss
+        of one batch, averaged weighted by rows; an object with ``update(outputs, batch)`` and
+        ``compute()`` (and ``reset()``, which is called first); or a metric of torchmetrics
+        (:mod:`fxpart.runtime.metrics`). They run only on rank 0, with whole outputs and rank 0's
+        batch; other ranks receive the results. A program without a loss
         returns only metrics. Raises FXP507 on every rank if a metric or the data raises, FXP501 if
         a rank has more batches than another, FXP109 if there are no batches.
         """
-        tally = _Tally(dict(metrics or {}))
+        tally = MetricTally(dict(metrics or {}))
         first = 0 in self._transport.local
         if first:
             call_user_function(self._transport, "a metric", tally.reset)
@@ -91,7 +102,90 @@ class Inference(StatefulTrainer):
                 )
         return self._share_values(tally, first)
 
+    def generate(self, /, prompts: Prompts, **options: Any) -> torch.Tensor | list[torch.Tensor]:
+        """Return the prompts continued by a causal language model, equal on every rank.
+
+        prompts: token ids [rows, length], or a list of one tensor for each row. Each token takes
+        one pipelined forward of all tokens in evaluation mode, without a cache of keys and values:
+        made for samples during training, not for serving. Keywords
+        (:class:`~fxpart.runtime.generation.GenerationOptions`): max_new_tokens. temperature: 0
+        takes the most likely token; otherwise tokens are drawn with ``seed``, from the ``top_k``
+        most likely ones and the fraction ``top_p`` of the probability. Draws do not depend on the
+        plan. eos_token_id: ends a row, and fills shorter rows. logits: the name of the output, if
+        it is not "logits" and not the only one. make_batch: a function of token ids [rows, length]
+        that returns the batch; by default they are the input ``input_ids`` or the first integer
+        input, and ``attention_mask`` is ones. FXP109 for a model without such inputs.
+        """
+
+        def begin() -> tuple[tuple[GenerationOptions, TokenSequences], str]:
+            try:
+                run = GenerationOptions(**options).check()
+            except TypeError as cause:
+                fix = "see help(trainer.generate)"
+                raise error("FXP109", where="generate", why=str(cause), fix=fix) from cause
+            made = TokenSequences(prompts, run.eos_token_id)
+            return (run, made), f"{run.describe()} {sha256(str(made.rows).encode()).hexdigest()}"
+
+        run, sequences = agree(self._transport, "the arguments of generate", begin)
+        source, engine, outputs = self._predictor(False)
+        inputs = TokenInputs(get_global_inputs(self.spec), run)
+        inputs.check(max(sequences.lengths) + run.max_new_tokens)
+        dims = {v.name: len(v.shape) for stage in engine.spec.stages for v in stage.outputs}
+        wanted = Outputs((select_logits(outputs.specs, dims, run.logits),))
+        draw = torch.Generator().manual_seed(run.seed)
+        for _ in range(run.max_new_tokens):
+            batch = inputs.build(sequences)
+            read, result = self._run_forward(source, engine, batch, "generation")
+            positions = sequences.positions
+            first, count = min(positions), max(positions) - min(positions) + 1
+            found = self._gather_whole_outputs(
+                read.cut, result, wanted, first_only=True,
+                reduce=partial(torch.narrow, dim=1, start=first, length=count),
+            )  # fmt: skip
+            logits = None if found is None else found[wanted.specs[0].name]
+            sequences.append(self._share_tokens(logits, positions, run, draw))
+            if sequences.ended:
+                break
+        return sequences.build()
+
+    def activation_statistics(
+        self, batch: Any, *, local: bool = False
+    ) -> dict[str, TensorStatistics]:
+        """Return statistics of each module's output in evaluation mode, equal on every rank.
+
+        By module path; several outputs of one module are ``.0``, ``.1`` in the order of
+        computation. Modules that compute nothing, such as nn.Identity, are missing. Each rank sends
+        sums over each row of the batch, not the activations. local: as for ``step``. FXP109 for a
+        model that takes one batch size only.
+        """
+        source, engine, outputs = self._activation_predictor()
+        read, result = self._run_forward(source, engine, batch, "activation statistics", local)
+        found = self._gather_whole_outputs(read.cut, result, outputs, first_only=False)
+        assert found is not None
+        return {name: join_rows(rows.cpu()) for name, rows in found.items()}
+
     # -- internals --------------------------------------------------------------------------------
+
+    def _share_tokens(
+        self,
+        logits: torch.Tensor | None,
+        positions: list[int],
+        run: GenerationOptions,
+        draw: torch.Generator,
+    ) -> list[int]:
+        """Return the tokens that rank 0 chooses from its logits, on every rank."""
+
+        def choose() -> tuple[list[int], str]:
+            if logits is None:
+                return [], ""
+            rows = torch.arange(len(positions))
+            at = torch.tensor(positions) - min(positions)
+            return choose_tokens(logits.cpu()[rows, at], run, draw), ""
+
+        chosen = agree(self._transport, "the next tokens", choose)
+        with convert_transport_errors(self._transport, "sharing tokens"):
+            raws = self._transport.exchange_bytes(msgspec.json.encode(chosen))
+        return msgspec.json.decode(raws[0], type=list[int])
 
     def _eval_loss(self, batch: Any, local: bool) -> tuple[torch.Tensor, int]:
         source, engine = self._evaluator()
@@ -112,27 +206,48 @@ class Inference(StatefulTrainer):
         self, batch: Any, local: bool, *, loss: bool
     ) -> tuple[BatchAgreement, PipelineResult, Outputs]:
         source, engine, outputs = self._predictor(loss)
-        read = self._read(source, batch, "evaluation" if loss else "prediction", local)
+        mode = "evaluation" if loss else "prediction"
+        return *self._run_forward(source, engine, batch, mode, local), outputs
 
-        def run(cut: MicrobatchSplit) -> PipelineResult:
-            cuts, keys = source.feed.parts(cut), self._keys(cut)
-            return engine.run(cuts, keys, train=False, gate=read.confirm, keep_outputs=True)
-
+    def _run_forward(
+        self,
+        source: BatchSource,
+        engine: PipelineEngine,
+        batch: Any,
+        mode: str,
+        local: bool = False,
+    ) -> tuple[BatchAgreement, PipelineResult]:
+        """Run a forward that keeps the outputs; mode: describes it to the other ranks."""
+        read = self._read(source, batch, mode, local)
         check_repetition(self._transport, source, read)
-        return read, run(read.cut), outputs
+        cuts, keys = source.feed.parts(read.cut), self._keys(read.cut)
+        result = engine.run(cuts, keys, train=False, gate=read.confirm, keep_outputs=True)
+        return read, result
 
     def _gather_whole_outputs(
-        self, cut: MicrobatchSplit, result: PipelineResult, outputs: Outputs, *, first_only: bool
+        self,
+        cut: MicrobatchSplit,
+        result: PipelineResult,
+        outputs: Outputs,
+        *,
+        first_only: bool,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor] | None:
-        """Return whole outputs by name, without repeated rows."""
+        """Return whole outputs by name, without repeated rows.
+
+        reduce: called on what each process has of an output, before it is sent.
+        """
         device = self._devices[self._transport.local[0]]
         dims = {spec.value: spec.dim for spec in outputs.specs}
         parts = {
             name: {
-                m: drop_repeated_rows(tensor, cut.repeats[m], dims[name])
+                m: drop_repeated_rows(
+                    tensor if reduce is None else reduce(tensor), cut.repeats[m], dims[name]
+                )
                 for m, tensor in found.items()
             }
             for name, found in result.outputs.items()
+            if name in dims
         }
         return gather_outputs(
             self._transport, outputs, parts, cut.rows, device, first_only=first_only
@@ -144,7 +259,7 @@ class Inference(StatefulTrainer):
         found = self._gather_whole_outputs(reading.cut, result, outputs, first_only=first_only)
         return None if found is None else outputs.build(found)
 
-    def _share_values(self, tally: _Tally, first: bool) -> dict[str, float]:
+    def _share_values(self, tally: MetricTally, first: bool) -> dict[str, float]:
         """Return rank 0's values on every rank."""
         if not tally.rows:
             fix = "pass at least one batch"
@@ -157,45 +272,7 @@ class Inference(StatefulTrainer):
             numbers = call_user_function(self._transport, "a metric", tally.numbers)
         self._agree_on_call("metrics")
         with convert_transport_errors(self._transport, "sharing metrics"):
-            raws = self._transport.exchange_bytes(msgspec.json.encode(numbers))
-        return {**found, **msgspec.json.decode(raws[0], type=dict[str, float])}
-
-
-class _Tally:
-    """Sums over the batches of an evaluation. rows: number of rows so far."""
-
-    def __init__(self, metrics: dict[str, Any]) -> None:
-        self.metrics = metrics
-        self.loss, self.rows, self.has_loss = 0.0, 0, False
-        self._sums = dict.fromkeys(metrics, 0.0)
-
-    def reset(self) -> None:
-        """Reset metrics that accumulate."""
-        for metric in self.metrics.values():
-            if hasattr(metric, "reset"):
-                metric.reset()
-
-    def add_loss(self, loss: torch.Tensor, rows: int) -> None:
-        """Add one batch's mean loss."""
-        self.loss += float(loss) * rows
-        self.rows += rows
-        self.has_loss = True
-
-    def add(self, outputs: Any, batch: Any, rows: int) -> None:
-        """Add one batch to the metrics."""
-        for name, metric in self.metrics.items():
-            if _accumulates(metric):
-                metric.update(outputs, batch)
-            else:
-                self._sums[name] += float(metric(outputs, batch)) * rows
-
-    def numbers(self) -> dict[str, float]:
-        """Return the result of each metric."""
-        return {
-            name: float(metric.compute()) if _accumulates(metric) else self._sums[name] / self.rows
-            for name, metric in self.metrics.items()
-        }
-
-
-def _accumulates(metric: Any) -> bool:
-    return hasattr(metric, "update") and hasattr(metric, "compute")
+            texts = {name: number.hex() for name, number in numbers.items()}  # JSON has no NaN.
+            raws = self._transport.exchange_bytes(msgspec.json.encode(texts))
+        shared = msgspec.json.decode(raws[0], type=dict[str, str])
+        return {**found, **{name: float.fromhex(text) for name, text in shared.items()}}

@@ -80,15 +80,15 @@ class ScalarLogger(Callback, ABC):
         self.write("train", figures, info.step)
 
     def on_event(self, event: Event) -> None:
-        """Open the log at the start, write evaluations, and close it at the end or a failure."""
+        """Open the log at the start, close it at the end or a failure; write values between."""
         if event.kind == "start" and (event.rank == 0 or self._per_rank):
             self.begin(event.rank, event.step)
             self._is_open = True
         if not self._is_open:
             return
-        if event.kind == "evaluation" and event.rank == 0:
+        if event.kind in ("evaluation", "statistics") and event.rank == 0:
             finite = {k: v for k, v in event.values.items() if math.isfinite(v)}
-            self.write("evaluation", finite, event.step)
+            self.write(event.kind, finite, event.step)
         if event.kind in ("end", "failure"):
             self._is_open = False
             self.finish(failed=event.kind == "failure")
@@ -99,7 +99,7 @@ class ScalarLogger(Callback, ABC):
 
     @abstractmethod
     def write(self, group: str, values: Mapping[str, float], step: int) -> None:
-        """Write numbers by name. group: "train" or "evaluation"."""
+        """Write numbers by name. group: "train", "evaluation" or "statistics"."""
 
     @abstractmethod
     def finish(self, failed: bool) -> None:
@@ -243,7 +243,7 @@ class PrometheusFile(ScalarLogger):
 
     def write(self, group: str, values: Mapping[str, float], step: int) -> None:
         """Replace the file."""
-        prefix = "" if group == "train" else f"{group}_"
+        prefix = f"{group}_" if group == "evaluation" else ""
         self._samples[group] = {f"{prefix}{name}": value for name, value in values.items()}
         self._replace(step)
 
@@ -272,10 +272,10 @@ class PrometheusFile(ScalarLogger):
         for name, value in samples.items():
             family, _, detail = name.partition("/")
             labels = {**self._labels, "rank": str(self._rank)}
-            if detail.startswith("rank"):
+            if family in _OF_RANK:
                 labels["rank"] = detail.removeprefix("rank")
             elif detail:
-                labels["group"] = detail
+                labels["group" if family == "lr" else "name"] = detail
             text = ",".join(f'{k}="{_escape(v)}"' for k, v in labels.items())
             metric = "fxpart_" + re.sub(r"[^a-zA-Z0-9_]", "_", family)
             families.setdefault(metric, []).append(f"{metric}{{{text}}} {value!r}")

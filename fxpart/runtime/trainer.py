@@ -23,6 +23,10 @@ from fxpart.runtime.gradients.gradient_norm import (
 from fxpart.runtime.gradients.stage_replicas import reduce_replica_gradients
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.monitor.recorder import Recorder
+from fxpart.runtime.monitor.tensor_statistics import (
+    TensorStatistics,
+    compute_gradient_statistics,
+)
 from fxpart.runtime.optimizer.weight_average import WeightAverage
 from fxpart.runtime.trainer_options import check_accumulate
 from fxpart.runtime.transport.agreement import convert_transport_errors
@@ -44,7 +48,9 @@ class Trainer(Inference):
     updates: number of updates, including those before a loaded checkpoint. last_rows: rows of the
     last global batch. last_weight: its weight in a mean over batches. last_grad_norm: the global
     norm before clipping, after an update with ``clip_norm`` or ``log_grad_norm``. last_group_norms:
-    the norm of each parameter group, by name or index. last_loss: the loss of the last batch.
+    the norm of each parameter group, by name or index. log_gradient_statistics: set it to True for
+    ``last_gradient_statistics`` of the next updates: those of each parameter's gradient before
+    clipping. last_loss: the loss of the last batch.
     accepts_update: called after the gradients of an update are reduced; if it returns False, on
     every rank, they are discarded and nothing is updated. step_total: the ``total`` of updates by
     ``optimizer.step()``, see :meth:`update`.
@@ -58,6 +64,8 @@ class Trainer(Inference):
         self.last_weight = 1.0
         self.last_grad_norm: torch.Tensor | None = None
         self.last_group_norms: dict[str, float] = {}
+        self.log_gradient_statistics = False
+        self.last_gradient_statistics: dict[str, TensorStatistics] = {}
         self.last_loss: torch.Tensor = torch.zeros(())
         self.accepts_update: Callable[[], bool] | None = None
         self.step_total: float | None = None
@@ -267,8 +275,10 @@ class Trainer(Inference):
         :class:`~fxpart.runtime.callbacks.Callback` objects, or functions of a StepInfo.
         early_stopping: an EarlyStopping. local: as for :meth:`step`. checkpoints: a folder, or
         :class:`~fxpart.runtime.training_run.options.Checkpoints`, for automatic saving and
-        resuming. progress: whether to show a progress bar on stderr, by default on a terminal
-        and in a notebook. The logger "fxpart" reports events (INFO) and steps (DEBUG).
+        resuming. statistics: updates from one event with statistics of gradients and activations to
+        the next, or a :class:`~fxpart.runtime.fit_options.Statistics`. progress: whether to show a
+        progress bar on stderr, by default on a terminal and in a notebook. The logger "fxpart"
+        reports events (INFO) and steps (DEBUG).
 
         Every rank ends after the same step. An exception on one rank, in data, a metric or a
         callback, raises the same error on all ranks.
@@ -363,6 +373,8 @@ class Trainer(Inference):
         options = self.options
         if self._accumulation.is_divided and self._accumulation.total:
             divide_gradients(self._state, self._shards, self._accumulation.total)
+        if self.log_gradient_statistics:
+            self.last_gradient_statistics = compute_gradient_statistics(self._state, self._shards)
         if options.clip_norm is not None or options.log_grad_norm:
             with convert_transport_errors(self._transport, "sharing gradients"):
                 norms = compute_gradient_norms(self._state, self._shards)

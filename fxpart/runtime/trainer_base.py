@@ -91,7 +91,8 @@ class TrainerBase(EntryPoints):
     each other between steps. repeats: repeated training is bitwise identical, if the device's
     operations are. guard: called before each batch is read; raises if a constant of the program has
     changed. divisors: buffers whose sums divide losses. row_figures: returns what a row of a batch
-    costs by the plan.
+    costs by the plan. activation_stages: returns the mesh ranks and outputs of
+    ``activation_statistics``.
     """
 
     watch: ModuleWatch | None = None
@@ -101,6 +102,7 @@ class TrainerBase(EntryPoints):
     repeats = True
     guard: Callable[[], int] | None = None
     row_figures: Callable[[], RowFigures] | None = None
+    activation_stages: Callable[[], tuple[Sequence[MeshRank], Outputs]] | None = None
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class TrainerBase(EntryPoints):
         self._source = BatchSource(self._feed, self.microbatches)
         self._engine = self._make_engine(self._mesh_ranks, schedule, hooks=self._shards.hooks)
         self._eval: tuple[BatchSource, PipelineEngine] | None = None
-        self._predictors: dict[bool, tuple[BatchSource, PipelineEngine, Outputs]] = {}
+        self._predictors: dict[bool | str, tuple[BatchSource, PipelineEngine, Outputs]] = {}
         self._accumulation = GradientAccumulation()  # Batches since the last update.
         self._copied = 0  # How often constants were copied from the module.
         self._stale = False  # Gradients are those of the last update, reduced.
@@ -505,6 +507,14 @@ class TrainerBase(EntryPoints):
             mesh_ranks, outputs = self._prediction(loss)
             self._predictors[loss] = (*self._forward_only(mesh_ranks), outputs)
         return self._predictors[loss]
+
+    def _activation_predictor(self) -> tuple[BatchSource, PipelineEngine, Outputs]:
+        if "activations" not in self._predictors:
+            if self.activation_stages is None:
+                raise _no_evaluation("activation_statistics")
+            mesh_ranks, outputs = self.activation_stages()
+            self._predictors["activations"] = (*self._forward_only(mesh_ranks), outputs)
+        return self._predictors["activations"]
 
     def _forward_only(self, mesh_ranks: Sequence[MeshRank]) -> tuple[BatchSource, PipelineEngine]:
         if self._meshes is not None:

@@ -45,8 +45,8 @@ def build_evaluation_stages(
     """
     assert program.captured.again is not None
     captured = program.captured.again(False)
-    found = _place_on_training_stages(program, captured, mesh_ranks, keep_outputs=False)
-    _register_constants(found, captured, constants)
+    found = place_on_training_stages(program, captured, mesh_ranks, keep_outputs=False)
+    register_constants(found, captured, constants)
     return found
 
 
@@ -75,14 +75,14 @@ def build_prediction_stages(
     if not loss or captured.loss_kind == "mean-square":
         node.args = ((None, *others),)
         captured.graph.recompile()
-    found = _place_on_training_stages(program, captured, mesh_ranks, keep_outputs=True)
-    _register_constants(found, captured, constants)
+    found = place_on_training_stages(program, captured, mesh_ranks, keep_outputs=True)
+    register_constants(found, captured, constants)
     values = found[0].spec.outputs
     specs = [OutputSpec(value, name, dim) for value, (name, dim) in zip(values, kept, strict=True)]
     return found, Outputs(tuple(specs), captured.form)
 
 
-def _register_constants(
+def register_constants(
     mesh_ranks: Sequence[MeshRank], captured: CapturedModel, constants: ModuleConstants | None
 ) -> None:
     """Register the copies of constants in evaluation modules."""
@@ -108,7 +108,7 @@ def _undo_broadcast(value: Any) -> Any:
     return value
 
 
-def _place_on_training_stages(
+def place_on_training_stages(
     program: Program, captured: CapturedModel, mesh_ranks: Sequence[MeshRank], *, keep_outputs: bool
 ) -> list[MeshRank]:
     """Place a model captured in evaluation mode on the stages and mesh ranks of training."""

@@ -86,6 +86,7 @@ def _make_trainer(
 ) -> Trainer | AsyncTrainer | QueueTrainer:
     """Build the trainer without active torch modes."""
     # Imported late: an exported program trains without capture and passes.
+    from fxpart.training.activation_statistics import build_activation_stages
     from fxpart.training.evaluation import build_evaluation_stages, build_prediction_stages
 
     plan, spec = program.plan, program.spec
@@ -131,6 +132,7 @@ def _make_trainer(
         # together.
         update = copies.update if type(made) is Trainer else None
         made.guard = lambda: guard(update)
+    made.activation_stages = lambda: build_activation_stages(program, mesh_ranks, copies)
     made.row_figures = lambda: compute_row_figures(plan, program.work)
     return _attach_plan(made, plan)
 

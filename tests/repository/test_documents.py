@@ -15,6 +15,7 @@ from fxpart.cli.explain import RENAMED
 from fxpart.errors import CODES
 
 ROOT = Path(__file__).resolve().parents[2]
+REQUESTS = "fxpart/docs/what_users_ask_for.md"
 PAGES = sorted(
     p.relative_to(ROOT).as_posix()
     for p in [*ROOT.glob("*.md"), *ROOT.glob("fxpart/docs/**/*.md"), *ROOT.glob("fxpart/errors.py")]
@@ -109,6 +110,18 @@ def test_explain_knows_every_page() -> None:
 def test_the_site_has_every_page() -> None:
     listed = set(re.findall(r"(?m): (\w+)\.md$", read("mkdocs.yml")))
     assert listed == set(EXPLAINED) | {"index"}
+
+
+def test_requests_of_users_have_links_and_evidence() -> None:
+    """At least thirty threads, each once; what fxpart does is shown by files that exist."""
+    rows = re.findall(r"(?m)^\| \[.+\]\((\S+)\) \| (\w+) \| (.+) \|$", read(REQUESTS))
+    assert len(rows) >= 30 and len({link for link, _, _ in rows}) == len(rows)
+    thread = r"https://github\.com/[\w-]+/[\w-]+/(issues|pull)/\d+"
+    for link, answer, text in rows:
+        assert re.fullmatch(thread, link) and answer in ("yes", "partly", "no"), link
+        files = re.findall(r"`((?:tests|examples)/[\w/]+\.py)`", text)
+        assert all((ROOT / file).is_file() for file in files), files
+        assert answer != "yes" or files or "](" in text, link
 
 
 @pytest.mark.parametrize("name", PICTURES)

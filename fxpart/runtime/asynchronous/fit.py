@@ -37,6 +37,12 @@ def check_fit_arguments(given: Mapping[str, Any]) -> FitOptions:
             why="an asynchronous stage updates after each minibatch, and its backwards end in "
             "later calls", fix="use larger batches and more microbatches",
         )  # fmt: skip
+    if run.statistics is not None:
+        raise error(
+            "FXP109", where="fit(statistics=)",
+            why="each asynchronous stage updates by itself, and no rank has the gradients of one "
+            "update of all stages", fix="call trainer.activation_statistics(batch) in a callback",
+        )  # fmt: skip
     if run.nonfinite in ("stop", "rollback"):
         raise error(
             "FXP109", where=f"fit(nonfinite={run.nonfinite!r})",

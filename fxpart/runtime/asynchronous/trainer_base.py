@@ -119,6 +119,8 @@ class AsyncTrainerBase(Inference):
     predict = _flush_first(Inference.predict)
     predict_with_loss = _flush_first(Inference.predict_with_loss)
     evaluate = _flush_first(Inference.evaluate)
+    generate = _flush_first(Inference.generate)
+    activation_statistics = _flush_first(Inference.activation_statistics)
     state_dict = _flush_first(Inference.state_dict)
     save_pretrained = _flush_first(Inference.save_pretrained)
     load_state_dict = _flush_first(Inference.load_state_dict)
