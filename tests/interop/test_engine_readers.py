@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fxpart
 from fxpart.errors import FxpartError
 from fxpart.interop.engines import ENGINES, EngineRun, read_configuration
-from fxpart.interop.engines.megatron import divide_equally
+from fxpart.interop.engines.megatron import LayerDivision
 from fxpart.interop.engines.torchtitan_reader import divide_by_weight
 
 TOML = """
@@ -53,13 +53,15 @@ def read(text: str, folder: Path) -> dict[str, object]:
 
 def test_toml_of_torchtitan(tmp_path: Path) -> None:
     found = read(TOML, tmp_path)
-    (sentence,) = found.pop("lost")  # type: ignore[misc]
-    assert "boundaries" in sentence
     assert found == {
         "engine": "torchtitan", "batch": 16, "tp": 2, "pp": 2, "dp": 2, "zero": 2,
         "schedule": "interleaved", "virtual": 2, "recompute": "full", "precision": "bf16",
-        "microbatches": 4,
+        "microbatches": 4, "layout": "Et|t|t|L", "lost": (),
     }  # fmt: skip
+    found = read(TOML.replace("Interleaved1F1B", "ZBVZeroBubble"), tmp_path)
+    schedule, boundaries = found["lost"]  # type: ignore[misc]
+    assert "schedule ZBVZeroBubble is not priced" in schedule and "boundaries" in boundaries
+    assert "schedule" not in found and "virtual" not in found
 
 
 def test_defaults_of_torchtitan_use_all_devices(tmp_path: Path) -> None:
@@ -79,7 +81,13 @@ def test_script_of_megatron(tmp_path: Path) -> None:
 
 def test_default_stages_of_the_engines() -> None:
     """By hand, as each engine counts; the planner's boundaries where it refuses."""
-    assert divide_equally(8, 4) == (2, 2, 2, 2) and divide_equally(9, 4) == ()
+    division = partial(LayerDivision, pipeline=4)
+    assert division().divide(8) == (2, 2, 2, 2) and division().divide(9) == ()
+    assert division(virtual=2).divide(16) == (2,) * 8 == division(each=2).divide(16)
+    assert division(first=1, last=3).divide(8) == (1, 2, 2, 3)
+    assert division(first=4, virtual=2).divide(10) == (2, 1, 1, 1, 2, 1, 1, 1)
+    assert division(embedding=True, loss=True, virtual=2).divide(14) == (1, 2, 2, 2, 2, 2, 2, 1)
+    assert division(first=9).divide(8) == () == division(virtual=3).divide(16)
     # 32 layers, the embedding and the head, on 4 ranks: 34 = 9 + 9 + 8 + 8.
     assert divide_by_weight(32, 4) == (8, 9, 8, 7)
     assert divide_by_weight(3, 2, 2, 2) == (2, 1) and divide_by_weight(2, 4, 2) == ()
@@ -87,10 +95,31 @@ def test_default_stages_of_the_engines() -> None:
     assert run.with_stages(6).constraints["layout"] == "Et|tt|tt|tL"
     assert "layout" not in run.with_stages(0).constraints
     assert "planner" in run.with_stages(0).lost[0]
-    virtual = EngineRun({"tp": 1, "pp": 2, "virtual": 2}, divide=run.divide).with_stages(8)
-    assert len(virtual.lost) == 1 and virtual.with_stages(8) == virtual
+    virtual = EngineRun(
+        {"tp": 1, "pp": 2, "virtual": 2}, divide=LayerDivision(pipeline=2, virtual=2).divide
+    )
+    assert virtual.with_stages(8).constraints["layout"] == "Ett|tt|tt|ttL"
+    assert len(virtual.with_stages(6).lost) == 1
     plain = EngineRun({"tp": 1, "pp": 1})
     assert plain.with_stages(6) == plain
+
+
+def test_virtual_stages_of_megatron(tmp_path: Path) -> None:
+    """From a layout with more stages than ranks, and from their number or size."""
+    head = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --num-layers 8 "
+    found = read(head + "--pipeline-model-parallel-layout 'Et|tt|tt|ttL'", tmp_path)
+    assert (found["virtual"], found["schedule"]) == (2, "interleaved")
+    assert found["layout"] == "Et|tt|tt|ttL" and not found["lost"]
+    for option in ("--num-virtual-stages-per-pipeline-rank 2",
+                   "--num-layers-per-virtual-pipeline-stage 2"):  # fmt: skip
+        path = tmp_path / "run.sh"
+        path.write_text(head + option)
+        run = read_configuration(str(path))[1].resolve(2).with_stages(8)
+        assert run.constraints["virtual"] == 2 and run.constraints["layout"] == "Ett|tt|tt|ttL"
+        assert run.constraints["schedule"] == "interleaved" and not run.lost
+    for layout in ("E|t|L", "E||tL", "Ett|x"):
+        (sentence,) = read(head + f"--pipeline-model-parallel-layout '{layout}'", tmp_path)["lost"]  # type: ignore[misc]
+        assert "boundaries in the layout" in sentence
 
 
 def test_default_stages_are_torchtitans() -> None:
@@ -190,6 +219,25 @@ def test_plan_from_prices_today_and_what_is_faster(
     )  # fmt: skip
     same = json.loads(Path("same.json").read_text())["prediction"]
     assert same["simulated_seconds"] == found["today"]
+    # So have the boundaries of virtual stages, which torchtitan divides by weight: 8 = 2 x 4.
+    Path("engine.toml").write_text(
+        "[training]\nlocal_batch_size = 2048\nmixed_precision_param = 'float32'\n"
+        "[parallelism]\ndata_parallel_shard_degree = 1\npipeline_parallel_degree = 2\n"
+        "pipeline_parallel_schedule = 'Interleaved1F1B'\npipeline_parallel_microbatch_size = 256\n"
+        "[activation_checkpoint]\nmode = 'none'\n"
+    )
+    out, _ = call(capsys, *command, "--from", "engine.toml", "--json")
+    virtual = json.loads(out)
+    assert virtual["constraints"]["layout"] == "Et|tt|tt|tL" and virtual["lost"] == []
+    call(
+        capsys, *command, "--space", "all", "-b", "2048", "-o", "same.json", "--fix", "pp=2",
+        "--fix", "dp=1", "--fix", "tp=1", "--fix", "zero=0", "--fix", "recompute=none", "--fix",
+        "microbatches=8", "--fix", "schedule=interleaved", "--fix", "virtual=2", "--layout",
+        "Et|tt|tt|tL",
+    )  # fmt: skip
+    same = json.loads(Path("same.json").read_text())
+    assert same["prediction"]["step_seconds"] == virtual["today"]
+    assert [stage["pieces"] for stage in same["stages"]] == [[[0, 0], [3, 4]], [[1, 2], [5, 5]]]
     out, _ = call(capsys, *command, "--from", "run.sh")
     said = f"```console\n$ fxpart {' '.join(command)} --from run.sh\n{out}```\n"
     page = (Path(fxpart.__file__).parent / "docs/other_engines.md").read_text("utf-8")

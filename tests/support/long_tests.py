@@ -16,6 +16,9 @@ from typing import Any
 _OTHERS = r"(transformer|t5|bart|whisper|clip|bert|distilbert|mamba|resnet\w*|llama|vit)\b"
 
 _CASES = (
+    r"test_token_generation\.py::test_every_layout\w+\[(tensor|zero 3)\]",
+    r"test_tensor_statistics\.py::test_statistics_are_those\w+\[(tensor|zero 1)\]",
+    r"test_metrics\.py::test_metrics_are_those\w+\[data\]",
     r"runtime/test_stand_in\.py::test_every_program_like_the_cpu",
     r"\[densenet121(-\w+)?\]",  # in every test over the zoo
     # Of what is asked of each model of the zoo, these take longest and are much like others.

@@ -66,9 +66,7 @@ def _find_lost(degrees: PlanDegrees) -> list[str]:
         found.append(_describe_stages(degrees))
     if degrees.recompute != "none" and (degrees.pipeline == 1 or degrees.recompute != "full"):
         found.append(f"Recomputation {degrees.recompute!r}: the model's code calls it.")
-    if degrees.expert > 1:
-        found.append(f"Expert parallelism of degree {degrees.expert}: pass ep_size to the MoE "
-                     "layers.")  # fmt: skip
+    found += degrees.list_lost_experts("pass ep_size to the MoE layers")
     if plan.precision == "fp8":
         found.append("8-bit linear layers.")
     found.append(f"The optimizer {plan.optimizer}: pass it to deepspeed.initialize.")

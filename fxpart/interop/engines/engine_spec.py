@@ -31,8 +31,8 @@ class EngineRun:
     the data-parallel degree, None if the engine uses all devices that are left. microbatch_rows:
     rows of a microbatch on a data-parallel rank. microbatches: per step, None if they follow from
     the batch. batch_size: global, None if it follows from the microbatches. lost: what of the
-    configuration is not priced, as sentences. divide: returns the layers of each stage from the
-    model's number of layers, where the configuration does not list them.
+    configuration is not priced, as sentences. divide: returns the layers of each stage of the
+    program, virtual ones too, from the model's number of layers; () where the engine refuses it.
     """
 
     constraints: Mapping[str, int | float | str | bool]
@@ -46,19 +46,21 @@ class EngineRun:
     def with_stages(self, layers: int) -> EngineRun:
         """Return the run with the engine's own division of a model's layers into stages.
 
-        The boundaries of the planner are priced where there is none, or stages are virtual.
+        The boundaries of the planner are priced where there is none.
         """
         stages = int(self.constraints["pp"])
         if stages == 1 or "layout" in self.constraints:
             return self
-        known = layers and self.divide is not None and "virtual" not in self.constraints
-        counts = self.divide(layers) if known and self.divide is not None else ()
+        counts = self.divide(layers) if layers and self.divide is not None else ()
         if not counts or 0 in counts[1:-1]:
             if any("boundaries" in sentence for sentence in self.lost):
                 return self
             lost = (*self.lost, "The stage boundaries are not known; the planner's are priced.")
             return replace(self, lost=lost)
-        return replace(self, constraints={**self.constraints, "layout": format_layout(counts)})
+        found = {**self.constraints, "layout": format_layout(counts)}
+        if len(counts) > stages:
+            found["virtual"] = len(counts) // stages
+        return replace(self, constraints=found)
 
     def resolve(self, devices: int) -> EngineRun:
         """Return the run on a number of devices, with the degree and the counts that follow.

@@ -6,8 +6,9 @@ megatron/core/transformer/transformer_config.py and pipeline_parallel_layer_layo
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 
+from fxpart.errors import FxpartError
 from fxpart.interop.engines.argument_file import format_arguments, parse_arguments
 from fxpart.interop.engines.configuration_values import ConfigurationValues
 from fxpart.interop.engines.engine_spec import EngineConfiguration, EngineRun, EngineSpec
@@ -15,7 +16,7 @@ from fxpart.interop.engines.plan_degrees import PlanDegrees
 from fxpart.schedule.builders.gpipe_1f1b import ONE_F_ONE_B
 from fxpart.schedule.builders.virtual_stages import INTERLEAVED
 from fxpart.schedule.spec import SCHEDULES
-from fxpart.solver.joint.constraints.megatron_layout import format_layout
+from fxpart.solver.joint.constraints.megatron_layout import expand_layout, format_layout
 
 Row = list[object]
 _TELLING = (
@@ -118,12 +119,9 @@ def _find_lost(degrees: PlanDegrees) -> list[str]:
     spec = SCHEDULES.get(plan.schedule)
     if degrees.pipeline > 1 and plan.schedule != expected and spec is not None and spec.flushes:
         found.append(f"The schedule {plan.schedule}: Megatron-LM runs {expected}.")
-    if degrees.pipeline > 1 and degrees.layers is None:
-        found.append("The stage boundaries: the names of the model's layers are not known.")
-    elif degrees.pipeline > 1 and find_layout(degrees) is None:
+    found += degrees.list_lost_boundaries()
+    if degrees.pipeline > 1 and degrees.layers is not None and find_layout(degrees) is None:
         found.append("Virtual stages in a V: Megatron-LM places them in a loop.")
-    for stage in degrees.inside:
-        found.append(f"The beginning of stage {stage} within a layer: it is moved to the next one.")
     if plan.optimizer not in _OPTIMIZERS:
         found.append(f"The optimizer {plan.optimizer}.")
     return found
@@ -156,13 +154,66 @@ def read_megatron(text: str, where: str) -> EngineRun:
     batch = values.number("global_batch_size")
     return EngineRun(
         constraints, microbatch_rows=rows, batch_size=batch, lost=tuple(lost),
-        divide=partial(divide_equally, stages=pipeline),
+        divide=LayerDivision.of(values).divide,
     )  # fmt: skip
 
 
-def divide_equally(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage without a layout; () where Megatron-LM refuses the number."""
-    return () if layers % stages else (layers // stages,) * stages
+@dataclass(frozen=True, kw_only=True)
+class LayerDivision:
+    """Megatron-LM's options of the division of layers into stages without a layout.
+
+    virtual: stages of a rank; each: layers of a virtual stage, which determine their number. first,
+    last: layers of the first and the last rank. embedding, loss: whether they count as a layer.
+    Source: ``get_num_layers_to_build``.
+    """
+
+    pipeline: int
+    virtual: int = 1
+    each: int | None = None
+    first: int | None = None
+    last: int | None = None
+    embedding: bool = False
+    loss: bool = False
+
+    @classmethod
+    def of(cls, values: ConfigurationValues) -> LayerDivision:
+        """Read the options."""
+        return cls(
+            pipeline=values.count("pipeline_model_parallel_size"),
+            virtual=values.count("num_virtual_stages_per_pipeline_rank"),
+            each=values.number("num_layers_per_virtual_pipeline_stage"),
+            first=values.number("decoder_first_pipeline_num_layers"),
+            last=values.number("decoder_last_pipeline_num_layers"),
+            embedding=values.flag("account_for_embedding_in_pipeline_split"),
+            loss=values.flag("account_for_loss_in_pipeline_split"),
+        )
+
+    def divide(self, layers: int) -> tuple[int, ...]:
+        """Return the layers of each stage of the program; () where Megatron-LM refuses."""
+        ends = (self.first, self.last)
+        middle = self.pipeline - sum(end is not None for end in ends)
+        left = layers + self.embedding + self.loss - sum(end or 0 for end in ends)
+        share, more = divmod(left, middle) if middle > 0 else (0, left)
+        if more or share < 0 or (middle > 0 and not share):
+            return ()
+        ranks = [share] * self.pipeline
+        ranks[0] = share if self.first is None else self.first
+        ranks[-1] = ranks[-1] if self.last is None else self.last
+        virtual = self.virtual if self.each is None else max(1, ranks[0] // self.each)
+        if any(count % virtual for count in ranks):
+            return ()
+        counts = [count // virtual for count in ranks] * virtual
+        counts[0] -= self.embedding
+        counts[-1] -= self.loss
+        return tuple(counts)
+
+
+def _count_stages(layout: str) -> int:
+    """Return the number of stages of a layout; 0 where it cannot be read."""
+    try:
+        return len(expand_layout(layout))
+    except FxpartError:
+        return 0
 
 
 def _read_zero(values: ConfigurationValues) -> int:
@@ -181,12 +232,15 @@ def _read_stages(
     """Read schedule, virtual stages and layout."""
     pipeline = values.count("pipeline_model_parallel_size")
     virtual = values.count("num_virtual_stages_per_pipeline_rank")
+    if "num_layers_per_virtual_pipeline_stage" in values:
+        virtual = 2  # Their number follows from the model's layers.
     layout = values.text("pipeline_model_parallel_layout")
-    if layout and layout.count("|") + 1 == pipeline:
-        constraints["layout"] = layout
-    elif layout or "num_layers_per_virtual_pipeline_stage" in values:
-        lost.append("The boundaries of virtual stages are not priced; the planner's are.")
-        virtual = max(virtual, 2)
+    parts = _count_stages(layout) if layout else 0
+    if parts and parts % pipeline == 0:
+        constraints["layout"], virtual = layout, parts // pipeline
+    elif layout:
+        lost.append("The boundaries in the layout are not priced: it is not one of E, t, m and L, "
+                    "or its stages do not divide over the ranks.")  # fmt: skip
     constraints["schedule"] = INTERLEAVED if virtual > 1 else ONE_F_ONE_B
     if virtual > 1:
         constraints["virtual"] = virtual

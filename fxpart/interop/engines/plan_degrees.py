@@ -66,6 +66,25 @@ class PlanDegrees:
         count = max(len(hosts), 1)
         return count, -(-self.world // count)
 
+    def list_lost_experts(self, advice: str = "") -> list[str]:
+        """Return the sentence of an engine without an option for the experts' degree.
+
+        advice: what to do instead.
+        """
+        if self.expert == 1:
+            return []
+        return [f"Expert parallelism of degree {self.expert}{f': {advice}' if advice else ''}."]
+
+    def list_lost_boundaries(self) -> list[str]:
+        """Return sentences on stage boundaries that engines with whole layers cannot express."""
+        found = []
+        if self.pipeline > 1 and self.layers is None:
+            found.append("The stage boundaries: the names of the model's layers are not known.")
+        return found + [
+            f"The beginning of stage {stage} within a layer: it is moved to the next one."
+            for stage in self.inside
+        ]
+
 
 def find_degrees(plan: Plan, blocks: Sequence[str] = ()) -> PlanDegrees:
     """Return the plan's degrees. blocks: the names of the model's blocks, where they are known."""

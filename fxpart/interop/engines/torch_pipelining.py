@@ -46,18 +46,14 @@ def _find_lost(degrees: PlanDegrees) -> list[str]:
     if degrees.tensor > 1:
         found.append(f"Tensor parallelism of degree {degrees.tensor}: apply parallelize_module to "
                      "the stage modules.")  # fmt: skip
-    if degrees.expert > 1:
-        found.append(f"Expert parallelism of degree {degrees.expert}.")
+    found += degrees.list_lost_experts()
     if degrees.recompute != "none":
         found.append(f"Recomputation {degrees.recompute!r}: wrap the layers in checkpoint().")
     if degrees.plan.precision != "fp32":
         found.append(f"The precision {degrees.plan.precision}: run the stages under autocast.")
     if degrees.plan.ties:
         found.append("Gradients of tied parameters: sum them over their stages after each step.")
-    if degrees.layers is None and degrees.pipeline > 1:
-        found.append("The stage boundaries: the names of the model's layers are not known.")
-    for stage in degrees.inside:
-        found.append(f"The beginning of stage {stage} within a layer: it is moved to the next one.")
+    found += degrees.list_lost_boundaries()
     return found
 
 

@@ -122,10 +122,7 @@ def _find_lost(degrees: PlanDegrees) -> list[str]:
                      "parameters once per step.")  # fmt: skip
     if degrees.zero == 2:
         found.append("ZeRO 2: FSDP2 shards parameters, too, and gathers them once per step.")
-    if degrees.pipeline > 1 and degrees.layers is None:
-        found.append("The stage boundaries: the names of the model's layers are not known.")
-    for stage in degrees.inside:
-        found.append(f"The beginning of stage {stage} within a layer: it is moved to the next one.")
+    found += degrees.list_lost_boundaries()
     if degrees.expert > 1 and not degrees.zero:
         found.append("Expert parallelism without ZeRO: torchtitan takes the experts' ranks from "
                      "those that shard parameters.")  # fmt: skip

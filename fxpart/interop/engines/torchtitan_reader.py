@@ -14,7 +14,8 @@ from fxpart.interop.engines.argument_file import parse_arguments
 from fxpart.interop.engines.configuration_values import ConfigurationValues
 from fxpart.interop.engines.engine_spec import EngineRun
 from fxpart.interop.engines.torch_schedules import SCHEDULE_NAMES
-from fxpart.schedule.spec import SCHEDULES
+from fxpart.schedule.spec import list_closed_forms
+from fxpart.solver.schedule_costs import has_pieces
 
 Constraints = dict[str, int | float | str | bool]
 _RECOMPUTE = ("none", "selective", "full")
@@ -53,23 +54,36 @@ def read_torchtitan(text: str, where: str) -> EngineRun:
         microbatches=max(1, local // size) if pipeline > 1 else None,
         batch_size=batch if batch > 0 else None, lost=tuple(lost),
         divide=partial(
-            divide_by_weight, stages=pipeline,
+            divide_by_weight, stages=pipeline, virtual=int(constraints.get("virtual", 1)),
+            size=values.number("parallelism.pipeline_parallel_layers_per_stage"),
             before=values.count("parallelism.pipeline_parallel_first_stage_less_layers"),
             after=values.count("parallelism.pipeline_parallel_last_stage_less_layers"),
         ),
     )  # fmt: skip
 
 
-def divide_by_weight(layers: int, stages: int, before: int = 1, after: int = 1) -> tuple[int, ...]:
+def divide_by_weight(
+    layers: int,
+    stages: int,
+    before: int = 1,
+    after: int = 1,
+    *,
+    virtual: int = 1,
+    size: int | None = None,
+) -> tuple[int, ...]:
     """Return the layers of each stage without a list of modules; () where torchtitan refuses.
 
-    before, after: what the embedding and the head count, in layers. Source: torchtitan 0.3.0,
-    ``_generate_llm_fqn_per_model_part``.
+    stages: pipeline ranks; virtual: stages of each. size: the most layers of a stage, which
+    determine ``virtual``. before, after: what the embedding and the head count, in layers. Source:
+    torchtitan 0.3.0, ``_get_pipeline_metadata`` and ``_generate_llm_fqn_per_model_part``.
     """
     whole = layers + before + after
-    each, more = divmod(whole, stages)
-    if stages < 2 or before > each or after > each:
+    count = stages * virtual if size is None else -(-whole // size)
+    each, more = divmod(whole, count)
+    refused = count % stages or (virtual == 1) != (count == stages)
+    if count < 2 or before > each or after > each or refused:
         return ()
+    stages = count
     counts = [each + (stage < more) for stage in range(stages)]
     counts[0] -= before
     counts[-1] -= after
@@ -126,20 +140,22 @@ def _read_schedule(
     name = values.text("parallelism.pipeline_parallel_schedule", "1F1B")
     known = {theirs.lower(): ours for ours, theirs in SCHEDULE_NAMES.items()}
     schedule = known.get(name.lower())
-    if schedule is None:
+    if schedule is None or schedule not in list_closed_forms():
         lost.append(f"The schedule {name} is not priced; the planner's choice is.")
     else:
         constraints["schedule"] = schedule
-        if SCHEDULES[schedule].is_virtual and SCHEDULES[schedule].placement == "loop":
+        if has_pieces(schedule):
             constraints["virtual"] = 2
     parts = values.raw("parallelism.module_fqns_per_model_part")
     if not isinstance(parts, list) or len(parts) < 2:
         return
     names = [part.split(",") if isinstance(part, str) else list(part) for part in parts]
     counts = [sum(str(name).startswith("layers.") for name in part) for part in names]
-    if "virtual" in constraints:
-        constraints["virtual"] = max(1, len(parts) // pipeline)
-    if "virtual" not in constraints and len(parts) == pipeline and all(counts):
+    turns, more = divmod(len(parts), pipeline)
+    virtual = "virtual" in constraints
+    if virtual:
+        constraints["virtual"] = max(1, turns)
+    if not more and (turns > 1) == virtual and all(counts[1:-1]):
         stages = ["t" * count for count in counts]
         constraints["layout"] = "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"])
     else:
