@@ -52,7 +52,7 @@ def report_html(
     recording, comparison: measured steps of the plan, and the result of
     :func:`fxpart.report.comparison_builder.compare`. work: adds MFU and TFLOP/s per device. A
     script in the file shows details of a block under the pointer, selects ranks and switches
-    between light and dark; without scripts, blocks have plain tooltips.
+    between light and dark; without scripts, blocks have short tooltips.
     """
     title = shortened(f"{plan.model.name} on {plan.cluster.name}", 120)
     found = explanation(plan, work)

@@ -1,7 +1,7 @@
 """Style and script of the report's page.
 
 The script needs no network: it shows details of the block under the pointer, selects ranks, and
-switches between light and dark. Without it the page is complete, with plain tooltips.
+switches between light and dark. Without it the page is complete, with short plain tooltips.
 """
 
 from __future__ import annotations
@@ -110,9 +110,19 @@ SCRIPT = """
   detail.hidden = true;
   detail.setAttribute("role", "status");
 
-  // Plain tooltips become texts of the panel, so that only one of them is shown.
+  // Plain tooltips become texts of the panel, so that only one of them is shown. Those of the
+  // timeline have an action and times only.
+  const kinds = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient" };
   for (const title of document.querySelectorAll("svg rect > title")) {
-    title.parentNode.dataset.text = title.textContent;
+    const block = title.parentNode;
+    const known = /^((\\d+)([A-Z_]+)(\\d+)\\S*): (.*), (.* to .*)/.exec(title.textContent);
+    block.dataset.text = title.textContent;
+    if (known) {
+      const [whole, action, stage, letters, number, time, times] = known;
+      block.dataset.text = `${action}: ${kinds[letters] || "transfer"} of microbatch ${number}\n` +
+        `stage ${stage}, rank ${block.closest("g").dataset.ranks}\npredicted ${time}, from ` +
+        times + title.textContent.slice(whole.length);
+    }
     title.remove();
   }
 

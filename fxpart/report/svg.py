@@ -64,9 +64,7 @@ def timeline_svg(
         )
         own = spans.get(rank, [])
         parts += (
-            _detailed(own, row, scale, name, measured or {})
-            if detailed
-            else _merged(own, row, scale)
+            _detailed(own, row, scale, measured or {}) if detailed else _merged(own, row, scale)
         )
         parts += _updates([u for u in timeline.updates if u.rank == rank], row, scale)
         parts.append("</g>")
@@ -92,14 +90,17 @@ def opening(height: int, label: str, row: int = 0, scale: float = 0.0) -> str:
 
 
 def _detailed(
-    spans: Sequence[Span], row: int, scale: float, ranks: str, measured: Mapping[str, float]
+    spans: Sequence[Span], row: int, scale: float, measured: Mapping[str, float]
 ) -> list[str]:
-    """Draw a rectangle with a tooltip for each span, and the microbatch's number if it fits."""
+    """Draw a rectangle with a tooltip for each span, and the microbatch's number if it fits.
+
+    The page's script writes the tooltip in full (:mod:`fxpart.report.page_assets`).
+    """
     parts = []
     for span in spans:
         x, width = LEFT + span.start * scale, (span.end - span.start) * scale
         y, tall = _row(span, row)
-        title = describe_span(span, ranks)
+        title = describe_span(span)
         if str(span.action) in measured:
             title += f"\nmeasured {units.seconds(measured[str(span.action)])}"
         parts.append(
@@ -113,15 +114,11 @@ def _detailed(
     return parts
 
 
-def describe_span(span: Span, ranks: str) -> str:
-    """Return what a block is, where it runs and how long it is predicted to take, on lines."""
-    action = span.action
-    what = KINDS.get(action.kind, "transfer") if span.track == "compute" else "transfer"
-    return (
-        f"{action}: {what} of microbatch {action.microbatch}\nstage {action.stage}, rank {ranks}\n"
-        f"predicted {units.seconds(span.end - span.start)}, from {units.seconds(span.start)} to "
-        f"{units.seconds(span.end)}"
-    )
+def describe_span(span: Span) -> str:
+    """Return a block's action and predicted seconds in short: ``0F3: 10 ms, 30 ms to 40 ms``."""
+    times = (span.end - span.start, span.start, span.end)
+    seconds, start, end = (units.seconds(value) for value in times)
+    return f"{span.action}: {seconds}, {start} to {end}"
 
 
 def _updates(updates: Sequence[UpdateSpan], row: int, scale: float) -> list[str]:
