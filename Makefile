@@ -92,7 +92,7 @@ chaos: $(STAMP)  ## long runs: kill -9 and restarts by the hundred, 20,000 steps
 	for name in transfers soak equality kills restarts saving_killed faults schedules_checked fuzz; do echo "== $$name"; \
 		$(QUIET) $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
 
-PAGES := schedule_pages cluster_pages asynchronous_pages delayed_quadratic api_pages document_pictures
+PAGES := notebooks schedule_pages cluster_pages asynchronous_pages delayed_quadratic api_pages document_pictures
 pages: $(STAMP)  ## write all generated parts of README, pages and pictures again
 	for name in $(PAGES); do $(QUIET) $(BIN)/python tests/support/$$name.py; done
 	cd tests/support && $(QUIET) $(CURDIR)/$(BIN)/python -m supported.page

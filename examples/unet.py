@@ -3,9 +3,16 @@
 ``python examples/unet.py`` runs three stages in one process; ``torchrun --nproc-per-node 3
 examples/unet.py`` each in its own. The planner sends each skip connection to the stage that reads
 it. The loop is that of plain PyTorch: ``trainer.step`` takes the place of forward, backward and
-update.
+update. ``notebooks/unet.ipynb`` is the same script.
 """
 
+# %% [markdown]
+# # A UNet as a pipeline
+#
+# A UNet finds disks in noise. Its skip connections cross the pipeline stages: the planner sends
+# each one to the stage that reads it. The model is plain PyTorch.
+
+# %%
 from __future__ import annotations
 
 import argparse
@@ -19,6 +26,7 @@ import fxpart
 SIZE, BATCH = 32, 16
 
 
+# %%
 class Convolutions(nn.Sequential):
     """Two convolutions with norms that do not couple the rows of a batch."""
 
@@ -56,6 +64,13 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+# %% [markdown]
+# ## Data and a metric
+#
+# Images of disks in noise, and the share of pixels that were found.
+
+
+# %%
 def make_batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return noisy images of disks, and their masks."""
     draw = torch.Generator().manual_seed(number)
@@ -72,6 +87,14 @@ def overlap(logits: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> float:
     return float((found & true).sum() / (found | true).sum())
 
 
+# %% [markdown]
+# ## Plan and train
+#
+# `compile` captures the model, chooses the stages and generates a program for each rank. The loop
+# stays; `trainer.step` takes the place of forward, backward and update.
+
+
+# %%
 def main(steps: int) -> tuple[list[float], dict[str, float]]:
     """Train; return the losses, and loss and overlap of new images."""
     torch.manual_seed(0)
@@ -95,6 +118,8 @@ def main(steps: int) -> tuple[list[float], dict[str, float]]:
     return losses, found
 
 
+# %%
+# In a notebook: losses, found = main(80)
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=80)

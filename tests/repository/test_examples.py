@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from notebooks import FOLDER, list_examples, make_notebook
 from ranks import torchrun
 
 from fxpart.schedule.action import StageEdge
@@ -149,14 +150,17 @@ def test_tensorboard_tells_of_the_run(
         assert {("train/loss", 60), ("evaluation/accuracy", 60)} <= set(written)
 
 
-def recommender() -> ModuleType:
+def load_plain(name: str) -> ModuleType:
     """The example as a module; it needs nothing that is optional."""
-    path = EXAMPLES / "recommender.py"
-    spec = importlib.util.spec_from_file_location("example_recommender", path)
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def recommender() -> ModuleType:
+    return load_plain("recommender")
 
 
 @pytest.mark.slow
@@ -181,6 +185,49 @@ def test_the_recommender_learns_as_one_process(capsys: pytest.CaptureFixture[str
             for numbers, ids, clicks in example.batches(new):
                 auc.update(model(numbers, ids), (clicks,))
     assert found["auc"] == pytest.approx(auc.compute(), abs=1e-3)
+
+
+@pytest.mark.slow
+def test_the_recommender_learns_asynchronously() -> None:
+    found = recommender().main(24 * 256, "spectrain")
+    assert abs(found["auc_before"] - 0.5) < 0.05 and found["auc"] > 0.6
+
+
+@pytest.mark.slow
+def test_the_asynchronous_example_emulates_what_the_ranks_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example, steps = load_plain("asynchronous"), 24
+    emulated = example.emulate(steps)
+    assert example.train(steps) == pytest.approx(list(emulated["spectrain"]), rel=1e-5)
+    assert emulated["stash"] != emulated["sync"]
+    said = capsys.readouterr().out
+    assert "staleness (3, 2, 1, 0)" in said and "schedule         async" in said
+
+
+def test_notebooks_are_the_examples_with_cells() -> None:
+    """Written by tests/support/notebooks.py; two at least."""
+    wanted = {path.stem: make_notebook(path.read_text("utf-8")) for path in list_examples()}
+    assert {"unet", "asynchronous"} <= set(wanted)
+    assert {p.stem: p.read_text("utf-8") for p in FOLDER.glob("*.ipynb")} == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [path.stem for path in list_examples()])
+def test_notebooks_run(name: str) -> None:
+    """In a kernel, all cells from the first to the last, with few steps."""
+    nbformat = pytest.importorskip("nbformat")
+    client = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    text = re.sub(r"\((80|200)\)", "(4)", (FOLDER / f"{name}.ipynb").read_text("utf-8"))
+    assert "(4)" in text
+    found = nbformat.reads(text, as_version=4)
+    nbformat.validate(found)
+    client.NotebookClient(found, timeout=120).execute()
+    printed = "".join(
+        each.get("text", "") for cell in found.cells for each in cell.get("outputs", ())
+    )
+    assert re.search(r"loss \d\.\d+", printed) and "stages x 1 rank" in printed
 
 
 def test_auc_by_hand() -> None:
