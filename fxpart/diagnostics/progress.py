@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from fxpart.environment import get_variables
@@ -110,5 +111,6 @@ def progress_bar(
 
 
 def is_interactive() -> bool:
-    """Return whether stderr is a terminal, or this process runs a notebook."""
-    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+    """Return whether stderr is a terminal, or this process runs a notebook that can draw a bar."""
+    notebook = "ipykernel" in sys.modules and find_spec("ipywidgets") is not None
+    return notebook or (sys.stderr is not None and sys.stderr.isatty())

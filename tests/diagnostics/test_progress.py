@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fxpart
+from fxpart.diagnostics import progress
 from fxpart.diagnostics.progress import listen_to_phases, log_phase, progress_bar
 from fxpart.solver.progress import Progress, planning_progress
 
@@ -95,8 +96,10 @@ def test_other_ranks_and_files_have_no_bar(monkeypatch: pytest.MonkeyPatch) -> N
     with progress_bar("title") as bar:
         assert bar is None
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-    with progress_bar("title") as bar:
-        assert bar is not None
+    for installed in (False, True):  # rich draws bars of notebooks with ipywidgets only
+        monkeypatch.setattr(progress, "find_spec", lambda name, found=installed: found or None)
+        with progress_bar("title") as bar:
+            assert (bar is not None) == installed
 
 
 def test_a_function_is_called_with_the_solvers_progress(monkeypatch: pytest.MonkeyPatch) -> None:

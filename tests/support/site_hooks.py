@@ -9,6 +9,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# Pictures keep a size at which their labels can be read, and scroll within the page. The title of
+# the navigation does not cover its first entries.
+CSS = """
+.md-typeset p:has(> img[src$=".svg"]) { overflow-x: auto }
+.md-typeset img[src$=".svg"] { max-width: none; width: 100%; min-width: 37.5rem }
+@media screen and (min-width: 76.25em) {
+  .md-nav--primary > .md-nav__title { position: static }
+  .md-sidebar--secondary { width: 8.5rem }
+}
+"""
+
+
 def home() -> str:
     """Return the README with links relative to the folder of the pages."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,6 +34,8 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "index.md", content=home()))
+    files.append(File.generated(config, "site.css", content=CSS))
+    config.extra_css.append("site.css")
     return files
 
 
