@@ -27,6 +27,7 @@ from fxpart.planner.group_orders import expand_assignments, is_unequal
 from fxpart.planner.mesh_plan import (
     KnownPlacementsError,
     SlowerThanIncumbentError,
+    find_even_count,
     solve_exactly,
 )
 from fxpart.planner.mesh_proposals import (
@@ -259,7 +260,10 @@ def _assumed_counts(
     if not request.sharded or not front.captured.symbolic:
         return [None]
     counts = microbatch_counts(front.captured.batch_size, request.stages[1])
-    return [None, *(count for count in counts if count > (assignment.microbatches or 1))]
+    rows = front.captured.batch_size // dict(request.mesh.axes).get("dp", 1)
+    first = find_even_count(rows, assignment.microbatches or 1)
+    more = dict.fromkeys(find_even_count(rows, count) for count in counts)
+    return [None, *(count for count in more if count > first)]
 
 
 def _memory_use(plan: Plan) -> float:

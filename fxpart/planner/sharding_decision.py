@@ -67,17 +67,33 @@ class ShardingAssumptions:
     in_flight: int = 1
 
 
+@dataclass(frozen=True)
+class SelectedPlacements:
+    """The solver's placements. free: whether memory does not limit them."""
+
+    chosen: StrategyAssignment
+    certificate: Certificate
+    free: bool
+
+    def is_valid(self, selected: int, level: int) -> bool:
+        """Return whether they are best under a ZeRO level, too, if selected under another one.
+
+        A higher level needs less memory and has the same costs.
+        """
+        return level == selected or (self.free and level > selected)
+
+
 @dataclass
 class ShardingCache:
     """Decisions about one model that are repeated: many meshes and assumptions share them.
 
     propagated, sharded: graphs by mesh and annotations. selected: placements, also by the devices,
-    their prices and the assumptions; they do not depend on the ZeRO level.
+    their prices and the assumptions, by ZeRO level.
     """
 
     propagated: dict[object, fx.GraphModule] = field(default_factory=dict)
     sharded: dict[object, ShardedGraph] = field(default_factory=dict)
-    selected: dict[object, tuple[StrategyAssignment, Certificate]] = field(default_factory=dict)
+    selected: dict[object, dict[int, SelectedPlacements]] = field(default_factory=dict)
     models: list[CostModel] = field(default_factory=list)
 
     def number(self, model: CostModel) -> int:
@@ -128,11 +144,13 @@ def shard_graph(
     cache.propagated[key] = whole
     devices = msgspec.json.encode(request.cluster)
     prices = (devices, cache.number(request.cost_model), expected)
-    selected = (key, prices, allowed_recompute(request.constraints))
-    if selected not in cache.selected:
-        cache.selected[selected] = _select_placements(whole, captured, request, expected, undecided)
-    chosen, certificate = cache.selected[selected]
-    text = f"place{{choice={json.dumps(chosen.text())}}}"
+    known = cache.selected.setdefault((key, prices, allowed_recompute(request.constraints)), {})
+    made = next((s for level, s in known.items() if s.is_valid(level, request.zero)), None)
+    if made is None:
+        made = _select_placements(whole, captured, request, expected, undecided)
+        known[request.zero] = made
+    certificate = made.certificate
+    text = f"place{{choice={json.dumps(made.chosen.text())}}}"
     found = finish(text, lambda: PassManager(all_passes()).run(text, whole))
     if captured.batch_size % (found.multiple() * (expected.microbatches or 1)):
         # More shards than rows in the batch, so replicate what is undecided instead.
@@ -209,8 +227,9 @@ def _select_placements(
     request: PlanRequest,
     expected: ShardingAssumptions,
     undecided: int,
-) -> tuple[StrategyAssignment, Certificate]:
+) -> SelectedPlacements:
     """Return the solver's placements, and their certificate for the plan."""
+    zero = (request.zero, request.mesh.index(request.zero_axis)) if request.zero else (0, 0)
     found, proof = choose_placements(
         graph,
         captured,
@@ -222,10 +241,11 @@ def _select_placements(
         stages=expected.stages,
         time_limit=float(request.constraints.get("time_limit", 30.0)),
         recompute="full" in allowed_recompute(request.constraints),
+        zero=zero,
     )
     status = proof.status
     assert status in ("optimal", "within gap", "best found"), status
-    return found, Certificate(
+    certificate = Certificate(
         status=status,  # type: ignore[arg-type]
         objective=proof.seconds,
         lower_bound=min(proof.bound, proof.seconds),
@@ -233,6 +253,7 @@ def _select_placements(
         solver=proof.solver,
         over=f"placements of {undecided} ops and values without annotations, for one stage",
     )
+    return SelectedPlacements(found, certificate, proof.free)
 
 
 def _names(graph: fx.GraphModule, captured: CapturedModel) -> dict[str, str]:

@@ -34,7 +34,7 @@ class _PlacementNodeCosts:
 
 @dataclass
 class PlacementProblemBuilder:
-    """Builds one problem. state: costs by the name of the state."""
+    """Builds one problem. state: costs by the name of the state. zero: ZeRO level, and its axis."""
 
     mesh: Mesh
     flow: GraphDataflow
@@ -46,6 +46,7 @@ class PlacementProblemBuilder:
     microbatches: int
     bandwidth: float
     launch: float
+    zero: tuple[int, int] = (0, 0)
     only: Mapping[str, Strategy] = field(default_factory=dict)
     nodes: list[_PlacementNodeCosts] = field(default_factory=list)
     ops: dict[fx.Node, SolverNode] = field(default_factory=dict)
@@ -176,7 +177,7 @@ class PlacementProblemBuilder:
             if state is None:
                 time = local_bytes / self.bandwidth * self.microbatches  # an input is read once
             else:
-                memory = local_bytes * state.memory
+                memory = local_bytes * self._resident(state, place)
                 time = local_bytes * state.moved / self.bandwidth + state.launches * self.launch
             if trained:
                 waits = tuple(place[i] if g != PARTIAL else PARTIAL for i, g in enumerate(gradient))
@@ -186,6 +187,13 @@ class PlacementProblemBuilder:
         placed = SolverNode(self._add(node.name, seconds, standing), ports)
         self.sources[node] = placed
         self.givers[value] = (placed, 0)
+
+    def _resident(self, state: StateCosts, place: Placements) -> float:
+        """Return bytes per byte of state: ZeRO shards what its axis does not shard already."""
+        level, axis = self.zero
+        if not level or not state.gradient or place[axis] != REPLICATE:
+            return state.resident()
+        return state.resident(level, self.mesh.shape[axis])
 
     # -- edges ---------------------------------------------------------------------------------
 

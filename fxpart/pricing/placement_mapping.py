@@ -22,14 +22,20 @@ Rows = tuple[int, str]  # a mesh axis, and a symbol in the sizes of dims
 class StateCosts:
     """Costs of a parameter besides its use, per byte of it.
 
-    memory: bytes resident, including itself. moved: bytes moved by the optimizer. launches: of the
-    optimizer's kernels. gradient: whether it is trained.
+    accumulated, optimizer: bytes of its gradient and of the optimizer's state. moved: bytes moved
+    by the optimizer. launches: of the optimizer's kernels. gradient: whether it is trained.
     """
 
-    memory: float
+    accumulated: float
+    optimizer: float
     moved: float
     launches: float
     gradient: bool
+
+    def resident(self, level: int = 0, parts: int = 1) -> float:
+        """Return resident bytes, including itself, under a ZeRO level over ``parts`` ranks."""
+        held = [(1.0, 3), (self.accumulated, 2), (self.optimizer, 1)]
+        return sum(size / (parts if level >= least else 1) for size, least in held)
 
 
 @dataclass

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 from torch import fx
 
 from fxpart import costmodels
@@ -33,7 +34,7 @@ from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import BatchSplit, Sizes, captured_rows
 from fxpart.pricing.weights import trained_names
 from fxpart.sharding import Mesh, Placements, Shard, format_placements
-from fxpart.solver.placement.portfolio import PlacementSolution
+from fxpart.solver.placement.portfolio import PlacementSolution, evaluate
 from fxpart.solver.remedies import format_byte_count
 from fxpart.units import plural
 
@@ -42,14 +43,17 @@ if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
 
+_AMPLE = 1e18  # bytes: no memory limit, so that the fastest choice is found
+
 
 @dataclass(frozen=True)
 class PlacementCertificate:
     """The certificate of a choice, over its strategies and this cost model.
 
     seconds: of a step on one stage with the whole graph. bound: lower bound of all choices. memory:
-    bytes on a rank, against ``budget``. unruled: ops without a sharding rule, replicated. built,
-    solved: CPU seconds to build and to solve the problem.
+    bytes on a rank, against ``budget``. free: whether the best choice without a budget fits it. unruled:
+    ops without a sharding rule, replicated. built, solved: CPU seconds to build and to solve the
+    problem.
     """
 
     status: str
@@ -58,6 +62,7 @@ class PlacementCertificate:
     gap: float
     memory: float
     budget: float
+    free: bool
     solver: str
     unruled: tuple[str, ...]
     built: float
@@ -99,6 +104,7 @@ def choose_placements(
     solver: str = "auto",
     only: Mapping[str, Strategy] | None = None,
     recompute: bool = False,
+    zero: tuple[int, int] = (0, 0),
 ) -> tuple[StrategyAssignment, PlacementCertificate]:
     """Select a placement along every undecided axis of a graph.
 
@@ -108,7 +114,7 @@ def choose_placements(
     graph: the budget is multiplied by it. budget: bytes of a device, by default the smallest memory
     in the cluster, less a reserve. only: strategies of single ops, by node name. recompute:
     where nothing fits otherwise, stages recompute what only one block uses; the graph then has
-    blocks. Raises FXP204 where nothing fits the budget, FXP205 where nothing was found in time,
+    blocks. zero: the ZeRO level, which shards state over an axis of the mesh, and that axis. Raises FXP204 where nothing fits the budget, FXP205 where nothing was found in time,
     FXP403.
     """
     started = time.process_time()
@@ -120,10 +126,10 @@ def choose_placements(
         built = build(
             graph, captured, cluster, mesh=mesh, cost_model=cost_model, batch_size=batch_size,
             microbatches=microbatches, optimizer=optimizer, in_flight=in_flight, inside=inside,
-            budget=budget_, only=only,
+            budget=budget_, only=only, zero=zero,
         )  # fmt: skip
         made = time.process_time()
-        solution = solve_rows(built, time_limit=time_limit, solver=solver)
+        solution, free = _solve(built, time_limit, solver)
         if solution.status != "infeasible":
             break
     solved = time.process_time()
@@ -137,6 +143,7 @@ def choose_placements(
         gap=solution.gap,
         memory=solution.bytes,
         budget=budget_,
+        free=free,
         solver=solution.solver,
         unruled=built.unruled,
         built=made - started,
@@ -163,6 +170,7 @@ def build(
     inside: float | None = None,
     budget: float | None = None,
     only: Mapping[str, Strategy] | None = None,
+    zero: tuple[int, int] = (0, 0),
 ) -> PlacementMapping:
     """Return the placement problem of a graph, as :func:`choose_placements` solves it.
 
@@ -201,9 +209,22 @@ def build(
         microbatches=microbatches,
         bandwidth=update_bandwidth(device),
         launch=device.launch,
+        zero=zero,
         only=only or {},
     )
     return builder.build(_budget(cluster, budget))
+
+
+def _solve(
+    built: PlacementMapping, time_limit: float, solver: str
+) -> tuple[PlacementSolution, bool]:
+    """Return the solution, and whether it is the best choice without a budget."""
+    problem = built.problem
+    ample = replace(built, problem=msgspec.structs.replace(problem, budget=_AMPLE))
+    found = solve_rows(ample, time_limit=time_limit, solver=solver)
+    if found.choice is not None and evaluate(problem, found.choice).feasible:
+        return found, True
+    return solve_rows(built, time_limit=time_limit, solver=solver), False
 
 
 def _row_symbols(graph: fx.Graph, captured: CapturedModel) -> frozenset[str]:
@@ -251,9 +272,9 @@ def state_costs(
             part = touched.get(name, size) / size
             accumulated = 3.0 * microbatches if microbatches > 1 else 0.0
             moved = min(1.0, part) * (2 + 2 * state_per_byte) + part * (1 + accumulated)
-            found[name] = StateCosts(1 + part + state_per_byte, moved, 1.0, True)
+            found[name] = StateCosts(part, state_per_byte, moved, 1.0, True)
         else:
-            found[name] = StateCosts(1.0, 0.0, 0.0, False)
+            found[name] = StateCosts(0.0, 0.0, 0.0, 0.0, False)
     return found
 
 

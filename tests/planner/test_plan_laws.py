@@ -188,3 +188,16 @@ def test_a_mesh_without_room_names_the_memory_of_one_device() -> None:
         planned(cluster(6, memory=200_000), mesh="tp=2")
     assert caught.value.code == "FXP204"
     assert "there are 179.69 KiB on a device" in str(caught.value)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_memory_that_is_enough_for_a_plan_is_enough_to_find_it(level: int) -> None:
+    """With ZeRO, placements are selected under memory in which the unsharded state does not fit."""
+    constraints = {"mesh": "dp=2,tp=2", "stages": 1, "zero": level}
+    ample = planned(cluster(4), **constraints)
+    rank = ample.prediction.ranks[0]
+    unsharded = planned(cluster(4), mesh="dp=2,tp=2", stages=1).prediction.ranks[0]
+    assert rank.tensors < unsharded.tensors and rank.memory_limit
+    memory = round(1.01 * rank.tensors * 10**9 / rank.memory_limit)
+    tight = planned(cluster(4, memory=memory), **constraints)
+    assert seconds(tight) == pytest.approx(seconds(ample), rel=1e-9)

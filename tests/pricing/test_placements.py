@@ -144,6 +144,30 @@ def test_placements_that_fit_with_recomputation_only() -> None:
 
 
 @pytest.mark.slow
+def test_state_under_zero_needs_a_part_of_the_memory() -> None:
+    """Adam: 4 bytes of weight, 4 of gradient, 8 of state for each parameter in float32."""
+    captured, graph = zoo_graphs.captured("gpt2"), zoo_graphs.prepared("gpt2")
+    whole = propagated(graph, "dp=4,tp=2", {"*": "tp:R"})
+    size = sum(captured.state[name].nbytes for name in captured.parameters)
+    needed = [
+        choose_placements(whole, captured, CLUSTER, budget=1e12, zero=(level, 0))[1]
+        for level in range(4)
+    ]
+    assert len({certificate.seconds for certificate in needed}) == 1
+    assert all(certificate.free for certificate in needed)
+    saved = [needed[0].memory - certificate.memory for certificate in needed]
+    wanted = [0.0, 2 * size * 3 / 4, 3 * size * 3 / 4, 4 * size * 3 / 4]
+    assert saved == pytest.approx(wanted, rel=1e-3)  # step counters are not in these
+    least = needed[0].memory
+    with pytest.raises(FxpartError, match="FXP204"):
+        choose_placements(whole, captured, CLUSTER, budget=1.01 * needed[3].memory)
+    tight = choose_placements(
+        whole, captured, CLUSTER, budget=1.01 * needed[3].memory, zero=(3, 0)
+    )[1]
+    assert tight.free and tight.memory < least
+
+
+@pytest.mark.slow
 def test_chosen_placements_are_written_where_axes_are_open() -> None:
     captured, graph = model("layer")
     whole = propagated(graph, "dp=2,tp=2", {"input:x": "dp:S(0)", "mlp.up.weight": "tp:S(0)"})
