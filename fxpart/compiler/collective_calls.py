@@ -7,7 +7,7 @@ op with a sharded result is replaced by ``random_shard``.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -24,6 +24,7 @@ IDENTITIES = frozenset({"enter", "leave", "first_only", "slice_shard"})  # may a
 _RANDOM_FIRST = 2  # number of arguments before the key
 
 
+@lru_cache(maxsize=4096)
 def is_collective(target: Any) -> bool:
     """Return whether a call's target is a function of :mod:`fxpart.collectives`."""
     return isinstance(target, FunctionType) and (

@@ -94,6 +94,7 @@ def _keyed(node: fx.Node) -> tuple[Any, ...]:
     return random_part(args) if is_random_shard(node.target) else args
 
 
+@lru_cache(maxsize=4096)
 def packet_name(target: Any) -> str:
     """Return the op name without its overload, such as "aten.add"; "" if it is not a torch op."""
     schema = operation_schema(target)
@@ -143,7 +144,7 @@ def _on(value: Any) -> bool:
 
 def list_written_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the nodes whose storage this node writes, by schema or as running statistics."""
-    if node.op != "call_function":
+    if node.op != "call_function" or not _may_write(node.target):
         return ()
     target, args = op_of(node), op_args(node)
     if is_collective(target):
@@ -159,6 +160,15 @@ def list_written_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
         for position in table[0]:
             found.extend(tensors_in(args[position] if position < len(args) else None))
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _may_write(target: Any) -> bool:
+    """Return whether a call may write an argument; True where its arguments say which op runs."""
+    if target is seeded or is_random_shard(target) or is_collective(target):
+        return True
+    known = is_op(target)
+    return known and bool(_list_written_arguments(target) or packet_name(target) in _STATISTICS)
 
 
 @lru_cache(maxsize=4096)
@@ -224,11 +234,14 @@ def view_chain(node: fx.Node) -> Iterator[fx.Node]:
 
 def state_written(graph: fx.Graph) -> dict[fx.Node, tuple[str, ...]]:
     """Map each node that writes state to the names of that state, through views."""
+    writes = {node: found for node in graph.nodes if (found := list_written_nodes(node))}
+    if not writes:
+        return {}
     roots = state_roots(graph)
     return {
         node: names
-        for node in graph.nodes
-        if (names := tuple(sorted({name for n in list_written_nodes(node) for name in roots[n]})))
+        for node, written in writes.items()
+        if (names := tuple(sorted({name for n in written for name in roots[n]})))
     }
 
 
