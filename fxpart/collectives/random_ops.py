@@ -1,6 +1,7 @@
-"""Random ops on a shard: draw the whole tensor and keep the shard.
+"""Random ops on a shard. The values equal those of a single process.
 
-The values equal those of a single process. Every rank pays the cost of the whole draw.
+What dropout keeps depends on positions, so a rank computes it for its shard. For any other random
+op it draws the whole tensor.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import torch
 
 from fxpart.collectives.communicator import Communicator, Size
 from fxpart.collectives.shard_buffer import lengths, part, take
-from fxpart.rng import RepeatedKey, seeded
+from fxpart.rng import RepeatedKey, dropout_factors, mix, seeded
 from fxpart.sharding import Placements, Shard, parse_placements
 
 _ATEN = torch.ops.aten
+_ATTENTION = "aten.scaled_dot_product_attention"
 _Op = Callable[..., Any]
+# Ops whose numbers a rank computes for its shard only.
+DRAWN_IN_PARTS = frozenset({"aten.dropout", "aten.native_dropout", _ATTENTION})
 _FACTORIES = ("aten::rand", "aten::randn", "aten::randint", "aten::normal", "aten::randperm")
 
 
@@ -72,24 +76,49 @@ def _mask(
     like: torch.Tensor,
     p: float,
 ) -> torch.Tensor:
-    """Return this rank's shard of the dropout mask: 0 or 1 / (1 - p).
-
-    The whole mask is drawn in place, because dropout of ones in ATen's unfused form
-    (native/Dropout.cpp) would use four times the memory. Other devices use their own kernels.
-    """
-
-    def draw(size: list[Size]) -> torch.Tensor:
-        if like.device.type == "cpu" and 0 < p < 1:
-            drawn = seeded(key, index, _ATEN.bernoulli_.float, like.new_empty(size), 1 - p)
-            scaled: torch.Tensor = drawn.div_(1 - p)
-            return scaled
-        found: torch.Tensor = seeded(
-            key, index, _ATEN.dropout.default, like.new_ones(size), p, True
-        )
-        return found
-
+    """Return this rank's shard of what dropout multiplies with: 0 or 1 / (1 - p)."""
+    sizes, at = _positions(mesh, shape, where, key)
     with torch.no_grad():
-        return _cut(mesh, _repeated(mesh, shape, where, key, draw), where)
+        return dropout_factors(mix(key, index), p, like, sizes, at)
+
+
+def _positions(
+    mesh: Communicator, shape: Sequence[Size], where: Placements, key: int
+) -> tuple[list[int] | None, list[torch.Tensor | None]]:
+    """Return the shape of the whole tensor, and by dim the positions of this rank's shard.
+
+    Rows of the microbatch that are repeated have the positions of the first. The shape is None if
+    it is symbolic: only shapes are computed.
+    """
+    sizes = [size for size in shape if isinstance(size, int)]
+    if len(sizes) < len(shape):
+        return None, []
+    found: list[torch.Tensor | None] = [None] * len(sizes)
+    repeated = _repeated_dim(mesh, where, key)
+    if repeated is not None:
+        assert isinstance(key, RepeatedKey), "rows are repeated by the key"
+        sizes[repeated] //= key.count
+        found[repeated] = torch.arange(sizes[repeated]).repeat(key.count)
+    for axis, placement in zip(mesh.mesh.names, where, strict=True):
+        if isinstance(placement, Shard) and placement.dim < len(sizes):
+            line = found[placement.dim]
+            line = torch.arange(sizes[placement.dim]) if line is None else line
+            found[placement.dim] = take(
+                line, 0, placement.outer, mesh.size(axis), mesh.place(axis)
+            )
+    return sizes, found
+
+
+def _repeated_dim(mesh: Communicator, where: Placements, key: int) -> int | None:
+    """Return the dim of the microbatch's rows where the key repeats them."""
+    if not isinstance(key, RepeatedKey):
+        return None
+    dims = {
+        p.dim
+        for axis, p in zip(mesh.mesh.names, where, strict=True)
+        if axis in key.axes and isinstance(p, Shard)
+    }
+    return dims.pop() if len(dims) == 1 else None
 
 
 def _repeated(
@@ -100,17 +129,10 @@ def _repeated(
     draw: Callable[[list[Size]], torch.Tensor],
 ) -> torch.Tensor:
     """Draw a whole tensor; if the rows of the microbatch are repeated, repeat the values."""
-    size = list(shape)
-    if not isinstance(key, RepeatedKey):
+    size, dim = list(shape), _repeated_dim(mesh, where, key)
+    if dim is None:
         return draw(size)
-    dims = {
-        p.dim
-        for axis, p in zip(mesh.mesh.names, where, strict=True)
-        if axis in key.axes and isinstance(p, Shard)
-    }
-    if len(dims) != 1:
-        return draw(size)
-    (dim,) = dims
+    assert isinstance(key, RepeatedKey), "rows are repeated by the key"
     size[dim] //= key.count
     return torch.cat([draw(size)] * key.count, dim)
 

@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from fxpart.collectives.random_ops import DRAWN_IN_PARTS
 from fxpart.compat import has_unbacked_symbols, size_hint
 from fxpart.compiler import KEY, NodeAnnotation
 from fxpart.compiler.collective_calls import (
@@ -17,6 +18,7 @@ from fxpart.compiler.collective_calls import (
     op_name,
     unwrap_seeded_call,
 )
+from fxpart.compiler.effects import op_of, packet_name
 from fxpart.costmodels.partial_draws import WHOLE
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.passes.rules import origin
@@ -231,8 +233,11 @@ def _attributes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[st
 
 
 def _drawn(node: fx.Node) -> tuple[tuple[str, object], ...]:
-    """Return the whole shape for a rank's part of random numbers, because all are generated."""
-    if not is_random_shard(node.target):
+    """Return the whole shape for a rank's part of random numbers if all are generated.
+
+    A rank computes what dropout keeps for its part only.
+    """
+    if not is_random_shard(node.target) or packet_name(op_of(node)) in DRAWN_IN_PARTS:
         return ()
     return ((WHOLE, _plain(node.args[0])),)
 

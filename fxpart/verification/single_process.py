@@ -18,7 +18,7 @@ from fxpart.accelerator import CUDA, find_accelerator, get_device_module
 from fxpart.capture.captured_model import CapturedModel
 from fxpart.compat import TorchDispatchMode
 from fxpart.passes.objective import OBJECTIVE_KEY, TotalInputs
-from fxpart.rng import microbatch_key, mix, seeded
+from fxpart.rng import call_kept, keeps_by_rate, microbatch_key, mix, seeded
 
 
 @dataclass(frozen=True)
@@ -290,8 +290,11 @@ class KeyedRandom(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Seed before each primitive that draws random numbers."""
         if is_random(func, args, kwargs or {}) and (self.scalars or _large(args)):
-            torch.manual_seed(mix(self.key, self.index))
+            seed = mix(self.key, self.index)
             self.index += 1
+            if keeps_by_rate(func):
+                return call_kept(seed, func, args, kwargs or {})
+            torch.manual_seed(seed)
         return func(*args, **(kwargs or {}))
 
 

@@ -16,7 +16,7 @@ from fxpart.capture import capture
 from fxpart.compiler import KEY, PassManager
 from fxpart.compiler.effects import is_random
 from fxpart.errors import FxpartError
-from fxpart.rng import mix, seeded
+from fxpart.rng import dropout_factors, mix, seeded
 
 aten = torch.ops.aten
 
@@ -123,10 +123,17 @@ def test_order_of_evaluation_does_not_matter() -> None:
 
 def test_numbers_are_those_of_the_op_under_the_seed() -> None:
     builder = Builder()
-    module = keyed(builder.finish(builder.call(aten.dropout.default, builder.input(50), 0.5, True)))
+    module = keyed(builder.finish(builder.call(aten.rand_like.default, builder.input(50))))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(5, 0))
-        expected = torch.dropout(torch.ones(50), 0.5, True)
+        expected = torch.rand(50)
+    assert torch.equal(module(5, torch.ones(50))[1], expected)
+
+
+def test_dropout_is_a_function_of_the_seed_and_of_positions() -> None:
+    builder = Builder()
+    module = keyed(builder.finish(builder.call(aten.dropout.default, builder.input(50), 0.5, True)))
+    expected = dropout_factors(mix(5, 0), 0.5, torch.ones(50))
     assert torch.equal(module(5, torch.ones(50))[1], expected)
 
 

@@ -1,7 +1,6 @@
 """Random ops as functions of a seed, which compiled graphs can contain.
 
-An op draws from a generator that is seeded by the seed tensor, so its numbers equal those of
-:func:`fxpart.rng.seeded`, and a recomputation draws them again. The seed is an operand, so no graph
+An op draws by the seed tensor, so its numbers equal those of :func:`fxpart.rng.seeded`, and a recomputation draws them again. The seed is an operand, so no graph
 depends on its value. Dropout is a product with random factors, which a compiler fuses with its
 neighbors, also in attention on CPUs. Any other op runs as it is; its backward runs its forward
 again.
@@ -17,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxpart.compat import record_autograd
-from fxpart.rng import draw, mix
+from fxpart.rng import draw, dropout_factors, mix
 
 _ATEN = torch.ops.aten
 _DROPOUT = _ATEN.dropout.default
@@ -117,8 +116,7 @@ def _attend(
 @torch.library.custom_op("fxpart::draw_factors", mutates_args=())
 def draw_factors(seed: torch.Tensor, like: torch.Tensor, p: float) -> torch.Tensor:
     """Return the factors of dropout: 0 with probability p, else 1 / (1 - p)."""
-    factors: torch.Tensor = draw(int(seed), _DROPOUT, torch.ones_like(like), p, True)
-    return factors
+    return torch.empty_like(like).copy_(dropout_factors(int(seed), p, like))
 
 
 @draw_factors.register_fake
