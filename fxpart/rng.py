@@ -1,15 +1,16 @@
 """Random ops whose numbers depend on seed, step, microbatch and op, not on the plan.
 
 A random op of the graph is called through :func:`seeded`: the default generator of the op's device
-is seeded for this call and restored afterwards. What dropout keeps is instead a function of seed and
-position (counter-based, as in Salmon et al., SC 2011), so that a rank computes it for its shard only.
-Results therefore do not depend on the number of ranks, the order of stages, or restarts.
+is seeded for this call and restored afterwards. What dropout keeps is instead a function of seed
+and position (counter-based, as in Salmon et al., SC 2011), so that a rank computes it for its shard
+only. Results therefore do not depend on the number of ranks, the order of stages, or restarts.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from itertools import count
 from typing import Any
@@ -81,19 +82,21 @@ def draw(seed: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if op is _ATEN.dropout.default and args[2:] == (True,) and not kwargs:
         return args[0] * dropout_factors(seed, args[1], args[0])
-    if not _has_rate(op):
-        return _draw(seed, op, args, kwargs)
-    with KeyedDropout(seed):
-        return _draw(seed, op, args, kwargs)
+    with draw_from(seed, op, args, kwargs):
+        return op(*args, **kwargs)
 
 
-def _draw(seed: int, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@contextmanager
+def draw_from(
+    seed: int, op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Make the block, a call of ``op``, draw its random numbers as :func:`draw` does."""
     generator = _generator(args, kwargs)
-    with _LOCK:
+    with _LOCK, KeyedDropout(seed) if _has_rate(op) else nullcontext():
         state = generator.get_state()
         generator.manual_seed(seed)
         try:
-            return op(*args, **kwargs)
+            yield
         finally:
             generator.set_state(state)
 
@@ -116,10 +119,16 @@ class KeyedDropout(TorchDispatchMode):
         self._seeds: Iterator[int] = (mix(seed, n) if n else seed for n in count())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a primitive."""
+        """Call a primitive; in the kernel of a custom op, composite ops arrive here whole."""
+        kwargs = kwargs or {}
         if keeps_by_rate(func):
-            return call_kept(next(self._seeds), func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            return call_kept(next(self._seeds), func, args, kwargs)
+        if _has_rate(func):
+            with self:
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        return func(*args, **kwargs)
 
 
 def keeps_by_rate(func: Any) -> bool:
@@ -250,7 +259,7 @@ def _shift(words: torch.Tensor, by: int, bits: int) -> torch.Tensor:
     return (words >> by) & ((1 << (bits - by)) - 1)
 
 
-def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
     """Return the default generator of the op's device: its ``device`` argument or first tensor."""
     device = kwargs.get("device")
     if device is None:

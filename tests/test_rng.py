@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpart import rng
-from fxpart.rng import KeyedDropout, call_kept, draw, draw_kept, dropout_factors, mix
+from fxpart.rng import KeyedDropout, call_kept, draw, draw_from, draw_kept, dropout_factors, mix
 from fxpart.verification.single_process import keyed_random
 
 ATEN = torch.ops.aten
@@ -61,7 +61,9 @@ def test_a_shard_keeps_what_the_whole_keeps_there(seed: int, data: st.DataObject
         data.draw(st.none() | st.lists(st.integers(0, n - 1), min_size=1, max_size=n))
         for n in shape
     ]
-    lines = [torch.arange(n) if p is None else torch.tensor(p) for n, p in zip(shape, at, strict=True)]
+    lines = [
+        torch.arange(n) if p is None else torch.tensor(p) for n, p in zip(shape, at, strict=True)
+    ]
     whole = draw_kept(seed, 0.5, torch.empty(shape))
     like = torch.empty([len(line) for line in lines])
     found = draw_kept(seed, 0.5, like, shape, [None if p is None else torch.tensor(p) for p in at])
@@ -152,6 +154,19 @@ def test_two_dropouts_of_one_op_differ() -> None:
         first, second = torch.dropout(ones, 0.5, True), torch.dropout(ones, 0.5, True)
     assert torch.equal(first, draw(3, ATEN.dropout.default, ones, 0.5, True))
     assert 100 < int((first != second).sum()) < 300
+
+
+@torch.library.custom_op("fxpart_tests::alpha_dropout", mutates_args=())
+def alpha_dropout(x: torch.Tensor) -> torch.Tensor:
+    """A kernel that draws: torch dispatches its composite ops whole."""
+    with draw_from(3, ATEN.alpha_dropout.default, (x,), {}):
+        made: torch.Tensor = ATEN.alpha_dropout.default(x, 0.5, True)
+    return made
+
+
+def test_the_kernel_of_a_custom_op_draws_the_same() -> None:
+    x = torch.ones(50)
+    assert torch.equal(alpha_dropout(x), draw(3, ATEN.alpha_dropout.default, x, 0.5, True))
 
 
 def test_dropout_in_evaluation_keeps_all() -> None:

@@ -51,9 +51,9 @@ class PlacementCertificate:
     """The certificate of a choice, over its strategies and this cost model.
 
     seconds: of a step on one stage with the whole graph. bound: lower bound of all choices. memory:
-    bytes on a rank, against ``budget``. free: whether the best choice without a budget fits it. unruled:
-    ops without a sharding rule, replicated. built, solved: CPU seconds to build and to solve the
-    problem.
+    bytes on a rank, against ``budget``. free: whether the best choice without a budget fits it.
+    unruled: ops without a sharding rule, replicated. built, solved: CPU seconds to build and to
+    solve the problem.
     """
 
     status: str
@@ -114,8 +114,8 @@ def choose_placements(
     graph: the budget is multiplied by it. budget: bytes of a device, by default the smallest memory
     in the cluster, less a reserve. only: strategies of single ops, by node name. recompute:
     where nothing fits otherwise, stages recompute what only one block uses; the graph then has
-    blocks. zero: the ZeRO level, which shards state over an axis of the mesh, and that axis. Raises FXP204 where nothing fits the budget, FXP205 where nothing was found in time,
-    FXP403.
+    blocks. zero: the ZeRO level, which shards state over an axis of the mesh, and that axis. Raises
+    FXP204 where nothing fits the budget, FXP205 where nothing was found in time, FXP403.
     """
     started = time.process_time()
     budget_ = _budget(cluster, budget) * stages

@@ -1,7 +1,7 @@
 """Match the order in which a random op draws: that of the global operand's memory.
 
-``rand_like`` of a transposed tensor draws along its strides. A local operand may have other strides (a
-gathered tensor is row-major), so it is permuted to the global order and the result is permuted
+``rand_like`` of a transposed tensor draws along its strides. A local operand may have other strides
+(a gathered tensor is row-major), so it is permuted to the global order and the result is permuted
 back.
 """
 
@@ -22,8 +22,7 @@ from .local_calls import LocalCall
 
 # Ops that draw one value per element of their first argument, in memory order.
 _ALONG = frozenset(
-    f"aten.{name}"
-    for name in ("bernoulli", "rand_like", "randn_like", "randint_like")
+    f"aten.{name}" for name in ("bernoulli", "rand_like", "randn_like", "randint_like")
 )
 
 Order = tuple[int, ...]

@@ -1,9 +1,9 @@
 """Random ops as functions of a seed, which compiled graphs can contain.
 
-An op draws by the seed tensor, so its numbers equal those of :func:`fxpart.rng.seeded`, and a recomputation draws them again. The seed is an operand, so no graph
-depends on its value. Dropout is a product with random factors, which a compiler fuses with its
-neighbors, also in attention on CPUs. Any other op runs as it is; its backward runs its forward
-again.
+An op draws by the seed tensor, so its numbers equal those of :func:`fxpart.rng.seeded`, and a
+recomputation draws them again. The seed is an operand, so no graph depends on its value. Dropout is
+a product with random factors, which a compiler fuses with its neighbors, also in attention on CPUs.
+Any other op runs as it is; its backward runs its forward again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxpart.compat import record_autograd
-from fxpart.rng import draw, dropout_factors, mix
+from fxpart.rng import draw_from, dropout_factors, mix
 
 _ATEN = torch.ops.aten
 _DROPOUT = _ATEN.dropout.default
@@ -35,8 +35,9 @@ class RandomCall:
     def seeded(
         self, seed: torch.Tensor, like: Sequence[torch.Tensor], run: Callable[[], Any]
     ) -> Any:
-        """Return ``run()`` with the generator of the op's device seeded. like: its tensors."""
-        return draw(int(seed), lambda *_, **__: run(), *like, device=self.device)
+        """Return ``run()``, which draws by the seed. like: its tensors."""
+        with draw_from(int(seed), self.op, like, {"device": self.device}):
+            return run()
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return the op's results for these tensors and sizes."""
