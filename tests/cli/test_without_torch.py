@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -111,6 +112,50 @@ def test_completion_script_is_valid(shell: str, capsys: pytest.CaptureFixture[st
         assert done.returncode == 0, done.stderr
     found = json.loads(call(capsys, "completion", shell, "--json")[0])
     assert found["script"].strip("\n") == out.strip("\n")
+
+
+# What each shell does for TAB after "fxpart postm" and "fxpart export --t".
+COMPLETIONS = {
+    "bash": """
+        eval "$(fxpart completion bash)"
+        complete_words() { COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)); _fxpart_completion fxpart; }
+        complete_words fxpart postm; echo "${COMPREPLY[*]}"
+        complete_words fxpart export --t; echo "${COMPREPLY[*]}"
+    """,
+    "fish": """
+        fxpart completion fish | source
+        complete -C "fxpart postm"
+        complete -C "fxpart export --t"
+    """,
+    "zsh": """
+        zmodload zsh/zpty
+        zpty terminal zsh -f -i
+        zpty -w terminal 'PS1=; autoload -U compinit; compinit -u -D'
+        zpty -w terminal 'eval "$(fxpart completion zsh)"'
+        zpty -w -n terminal $'fxpart postm\\t'
+        zpty -r terminal line '*postmortem*'; print -r -- $line
+        zpty -w -n terminal $'\\C-ufxpart export --t\\t'
+        zpty -r terminal line '*--to*'; print -r -- $line
+    """,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", list(_FILES))
+def test_shells_complete_commands_and_options(shell: str, tmp_path: Path) -> None:
+    """In the shell itself, where it is installed."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    program = tmp_path / "fxpart"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m fxpart "$@"\n')
+    program.chmod(0o755)
+    done = subprocess.run(
+        [shell, "-c", COMPLETIONS[shell]],
+        text=True, capture_output=True, check=False, timeout=60,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TERM": "dumb",
+             "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert "postmortem" in done.stdout and "--to" in done.stdout, done.stdout + done.stderr
 
 
 def test_completion_completes_commands_and_options() -> None:
