@@ -155,6 +155,8 @@ def explain_invalid_placement(
     if placement.dim >= len(shape):
         return f"it has {len(shape)} dims, so there is no dim {placement.dim}"
     size = shape[placement.dim]
+    if isinstance(placement.outer, str):
+        return "a number of parts is a positive integer"
     if not isinstance(size, int):
         return "" if placement.outer == 1 else "the dim's size is not fixed, so it has no parts"
     if size % placement.outer:

@@ -16,6 +16,7 @@ from fxpart.collectives.communicator import (
     CommunicationCounts,
     Communicator,
 )
+from fxpart.collectives.context_attention import attention_rows
 from fxpart.collectives.differentiable_ops import (
     all_gather,
     all_reduce,
@@ -75,6 +76,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "attention_rows",
     "batch_norm_rows",
     "binary_cross_entropy_rows",
     "binary_cross_entropy_with_logits_rows",

@@ -81,7 +81,7 @@ def _plain(
     """Return placements and tensor without ``outer``: gather before its axis, then shard again."""
     found: list[Placement] = [p or REPLICATE for p in placements]
     names = mesh.mesh.names
-    for dim in {p.dim for p in found if isinstance(p, Shard) and p.outer > 1}:
+    for dim in {p.dim for p in found if isinstance(p, Shard) and p.outer != 1}:
         axes = [a for a, p in enumerate(found) if isinstance(p, Shard) and p.dim == dim]
         first = next(i for i, a in enumerate(axes) if _outer(found[a]) > 1)
         sizes = [shape[dim]]  # of the dim, before each axis shards it

@@ -206,7 +206,7 @@ def _attention(
     scores = (query * root) @ (keys * root).transpose(-2, -1)
     mask = given.get("attn_mask")
     if given.get("is_causal"):
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        mask = _causal_rows(mesh, shape, where, keys.shape[-2], scores.device)
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, -torch.inf)
@@ -219,3 +219,15 @@ def _attention(
     )
     found: torch.Tensor = (chances * noise) @ values
     return found.to(dtype)
+
+
+def _causal_rows(
+    mesh: Communicator, shape: Sequence[Size], where: Placements, keys: Size, device: torch.device
+) -> torch.Tensor:
+    """Return the rows of a causal mask for this rank's queries, dim -2 of a result of ``shape``."""
+    at = len(shape) - 2
+    along = tuple(
+        Shard(0, p.outer) if isinstance(p, Shard) and p.dim == at else None for p in where
+    )
+    queries = _cut(mesh, torch.arange(shape[at], device=device), along)
+    return torch.arange(keys, device=device) <= queries.unsqueeze(-1)

@@ -2,6 +2,7 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpart.compat.attention_kernels import AttentionPart, attend, attend_backward
 from fxpart.compat.autocast import (
     enable_autocast,
     grad_modes_kept,
@@ -100,6 +101,9 @@ from fxpart.compat.tracers import (
 )
 
 __all__ = [
+    "AttentionPart",
+    "attend",
+    "attend_backward",
     "TorchDispatchMode",
     "active_modes",
     "active_tracer",

@@ -20,6 +20,7 @@ ConstraintKind = Literal[
 ]
 
 DATA_AXIS = "dp"  # the axis of a mesh that divides the batch
+CONTEXT_AXIS = "cp"  # the axis that divides sequences
 QUEUE = "queue"  # the mode in which replicas take microbatches from queues
 
 

@@ -28,6 +28,7 @@ from fxpart.passes.rules import layout, operands, rule_of
 from fxpart.plan.constraint_table import DATA_AXIS
 from fxpart.plan.model import Certificate
 from fxpart.planner.constraints import allowed_recompute
+from fxpart.planner.context_parallelism import shard_sequences
 from fxpart.planner.embedding_tables import shard_large_tables
 from fxpart.planner.expert_parallelism import shard_experts
 from fxpart.pricing.placements import StrategyAssignment, choose_placements
@@ -120,7 +121,9 @@ def shard_graph(
     cache = cache or ShardingCache()
     large = shard_large_tables(graph.graph, captured, request, given, DATA_AXIS, expected.stages)
     experts = shard_experts(graph.graph) if request.experts else {}
-    seeds = merge_annotations(_batch_cut(captured, request.mesh, given) | large | experts, given)
+    sequences = shard_sequences(graph.graph, captured, request.mesh, given)
+    rows = _merge_axes(_batch_cut(captured, request.mesh, given), sequences)
+    seeds = merge_annotations(rows | large | experts, given)
     close = request.constraints.get("placements", "solver") == "annotated"
 
     def propagate(close: bool) -> fx.GraphModule:
@@ -273,6 +276,12 @@ def _batch_cut(captured: CapturedModel, mesh: Mesh, given: Mapping[str, str]) ->
             continue
         found[key] = f"{DATA_AXIS}:S({item.batch_dim})"
     return found
+
+
+def _merge_axes(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
+    """Return the annotations of both, which are for different axes."""
+    shared = {key: f"{first[key]},{second[key]}" for key in first.keys() & second.keys()}
+    return first | second | shared
 
 
 def _is_placed(given: Mapping[str, str], name: str, axis: str) -> bool:

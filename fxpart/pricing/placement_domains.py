@@ -110,6 +110,7 @@ class PortDomains:
         for placement, parts in zip(placements, self.mesh.shape, strict=True):
             if isinstance(placement, Shard):
                 outer = placement.outer if placement.dim not in cuts else 1
+                outer = outer if isinstance(outer, int) else 1
                 cuts[placement.dim] = cuts.get(placement.dim, 1) * parts * outer
         single = sum(isinstance(p, Shard) for p in placements) <= 1
         return all(shape[d] % n == 0 or (single and shape[d] >= n) for d, n in cuts.items())

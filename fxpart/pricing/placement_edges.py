@@ -181,7 +181,7 @@ def _copied(step: ReshardStep, ranks: int) -> float:
     Dims after dims of size 1 are not treated as leading here.
     """
     cuts = [p for p in (step.before[step.axis], step.after) if isinstance(p, Shard)]
-    times, parts = packs(step.kind, ranks, sum(p.dim > 0 or p.outer > 1 for p in cuts))
+    times, parts = packs(step.kind, ranks, sum(p.dim > 0 or p.outer != 1 for p in cuts))
     return times / parts
 
 

@@ -207,7 +207,7 @@ def _fused(
 ) -> _FusedStrategies:
     names: list[str] = []
     for index, shard in sorted(requested, key=lambda a: (a[0], a[1].dim, a[1].outer)):
-        if shard.dim >= len(rule.results[index]):
+        if shard.dim >= len(rule.results[index]) or isinstance(shard.outer, str):
             continue
         for factor in rule.results[index][shard.dim]:
             for inner in range(2, shard.outer + 1):
@@ -221,7 +221,9 @@ def _fused(
         made = layout(rule, (name,), mesh)
         for position, operand in enumerate(made.operands if made is not None else ()):
             place = operand[0]
-            if isinstance(place, Shard) and 1 < place.outer <= MOST_PARTS:
+            if not isinstance(place, Shard) or isinstance(place.outer, str):
+                continue
+            if 1 < place.outer <= MOST_PARTS:
                 found[position, place] = None
     return _FusedStrategies(tuple(names), tuple(found))
 

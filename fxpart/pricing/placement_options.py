@@ -64,8 +64,9 @@ def local(shape: Sequence[int], placements: Placements, mesh: Mesh) -> Shape:
     sizes = list(shape)
     for placement, parts in zip(placements, mesh.shape, strict=True):
         if isinstance(placement, Shard):
-            part = sizes[placement.dim] // placement.outer
-            sizes[placement.dim] = placement.outer * -(-part // parts)
+            outer = placement.outer if isinstance(placement.outer, int) else 1
+            part = sizes[placement.dim] // outer
+            sizes[placement.dim] = outer * -(-part // parts)
     return tuple(sizes)
 
 

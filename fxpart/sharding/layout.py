@@ -37,6 +37,7 @@ def indices(
         placements, mesh.shape, mesh.coordinate(mesh_rank), strict=True
     ):
         if isinstance(placement, Shard):
+            assert isinstance(placement.outer, int), "sizes are numbers"
             view = held[placement.dim].reshape(placement.outer, -1)
             start, stop = chunk(view.shape[1], parts, place)
             held[placement.dim] = view[:, start:stop].reshape(-1)
@@ -46,14 +47,15 @@ def indices(
 def local_shape(
     shape: Sequence[int], placements: Placements, mesh: Mesh, mesh_rank: int
 ) -> tuple[int, ...]:
-    """Return the local shape of the mesh rank."""
+    """Return the local shape of the mesh rank; symbolic outer parts divide evenly."""
     held = list(shape)
     for placement, parts, place in zip(
         placements, mesh.shape, mesh.coordinate(mesh_rank), strict=True
     ):
         if isinstance(placement, Shard):
-            rest, left = divmod(held[placement.dim], placement.outer)
-            assert left == 0, f"a dim of {held[placement.dim]} is not {placement.outer} equal parts"
+            outer = placement.outer if isinstance(placement.outer, int) else 1
+            rest, left = divmod(held[placement.dim], outer)
+            assert left == 0, f"a dim of {held[placement.dim]} is not {outer} equal parts"
             start, stop = chunk(rest, parts, place)
-            held[placement.dim] = placement.outer * (stop - start)
+            held[placement.dim] = outer * (stop - start)
     return tuple(held)

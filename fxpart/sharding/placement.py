@@ -16,11 +16,12 @@ class Shard:
 
     outer: the dim is seen as ``[outer, rest]`` and ``rest`` is sharded, so that each rank stores a
     piece of every one of the ``outer`` parts (a fused query-key-value weight: outer = 3). It counts
-    in the dim as earlier mesh axes have sharded it.
+    in the dim as earlier mesh axes have sharded it. A symbolic size is text such as ``s0``, and
+    counts in the whole dim.
     """
 
     dim: int
-    outer: int = 1
+    outer: int | str = 1
 
     def __str__(self) -> str:
         """Return the text form."""
@@ -50,7 +51,7 @@ PARTIAL = Partial()
 Placement: TypeAlias = Shard | Replicate | Partial
 Placements: TypeAlias = tuple[Placement | None, ...]  # one per mesh axis; None is undecided
 
-_SHARD = re.compile(r"S\((\d{1,2})(?:,(\d{1,9}))?\)\Z")
+_SHARD = re.compile(r"S\((\d{1,2})(?:,(\d{1,9}|(?:\d{1,9}\*)?[a-z]\w{0,19}))?\)\Z")
 
 
 def parse_placement(text: str) -> Placement | None:
@@ -69,7 +70,8 @@ def parse_placement(text: str) -> Placement | None:
             why="it is not S(dim), S(dim,outer), R, P or ?",
             fix='write it as "dp:S(0),tp:R"',
         )
-    return Shard(int(found[1]), int(found[2] or 1))
+    outer = found[2] or "1"
+    return Shard(int(found[1]), int(outer) if outer.isdigit() else outer)
 
 
 def parse_placements(text: str, mesh: Mesh) -> Placements:
@@ -104,5 +106,6 @@ def count_dim_parts(mesh: Mesh, placements: Placements, dim: int) -> int:
     parts, outer = 1, 1
     for placement, size in zip(placements, mesh.shape, strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:
+            assert isinstance(placement.outer, int), "rows are not part of a larger dim"
             parts, outer = parts * size, max(outer, placement.outer)
     return parts * outer

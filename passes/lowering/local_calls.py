@@ -61,6 +61,14 @@ def call_of(
         return LocalCall(getattr(collectives, rule.forms[key]), (*first, *args), kwargs)
     given = demands.given[node]
     if node.target is seeded and any(isinstance(p, Shard) for p in given[0]):
+        if any(isinstance(p, Shard) and isinstance(p.outer, str) for p in given[0]):
+            raise error(
+                "FXP108",
+                where=describe_node(node),
+                why="it draws random numbers for rows of [batch, sequence] in one dim, whose "
+                "sequence is sharded",
+                fix="replicate the sequence, or keep batch and sequence as two dims",
+            )
         shape = [whole(size) for size in tensors(value(node))[0].shape]
         text = format_placements(given[0], demands.mesh)
         return LocalCall(collectives.random_shard, (shape, text, *args), kwargs)

@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpart.compiler.graph_edit import annotate, annotation, describe_node, value
 from fxpart.compiler.node_annotation import BLOCKS_KEY, KEY, NodeAnnotation, NodeSharding
+from fxpart.compiler.size_symbols import readable
 from fxpart.compiler.tensor_sizes import expression, tensors
 from fxpart.errors import error
 from fxpart.sharding import REPLICATE, Placements
@@ -44,7 +45,8 @@ class LocalGraphBuilder:
             for n in module.graph.find_nodes(op="placeholder")
             if isinstance(value(n), torch.Tensor)
         }
-        self.local = LocalSizes(mesh, mesh_rank, factors(inputs, mesh))
+        symbols = readable((node, value(node)) for node in inputs)
+        self.local = LocalSizes(mesh, mesh_rank, factors(inputs, mesh), symbols)
         self.graph = fx.Graph()
         self.env: dict[fx.Node, Any] = {}
         self.block: int | None = None  # of the op being added

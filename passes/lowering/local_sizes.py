@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -15,6 +15,7 @@ from fxpart.compiler.node_annotation import KEY, NodeAnnotation
 from fxpart.compiler.size_symbols import UnsupportedExpressionError, expression, fold, readable
 from fxpart.sharding import Mesh, Placements, Shard, chunk
 
+from ..rules.outer_parts import read_parts
 from .local_values import apply
 
 Size: TypeAlias = int | sympy.Expr
@@ -36,9 +37,16 @@ def factors(inputs: Mapping[fx.Node, Placements], mesh: Mesh) -> dict[sympy.Symb
 class LocalSizes:
     """Global and local sizes of one mesh rank, as ints and expressions in local symbols."""
 
-    def __init__(self, mesh: Mesh, mesh_rank: int, parts: Mapping[sympy.Symbol, int]) -> None:
-        """parts: the result of :func:`factors`."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        mesh_rank: int,
+        parts: Mapping[sympy.Symbol, int],
+        symbols: Iterable[sympy.Symbol],
+    ) -> None:
+        """parts: the result of :func:`factors`. symbols: of all sizes of inputs."""
         self.mesh = mesh
+        self._symbols = {str(symbol): symbol for symbol in symbols}
         self.place = mesh.coordinate(mesh_rank)
         self._whole = {symbol: count * symbol for symbol, count in parts.items()}
 
@@ -54,6 +62,7 @@ class LocalSizes:
         """Return the local size of a dim sharded over an axis; symbolic sizes divide evenly."""
         parts = self.mesh.shape[axis]
         if isinstance(size, int):
+            assert isinstance(placement.outer, int), "a dim with symbolic parts is symbolic"
             rest, left = divmod(size, placement.outer)
             assert left == 0, f"a dim of {size} is not {placement.outer} equal parts"
             start, stop = chunk(rest, parts, self.place[axis])
@@ -62,6 +71,21 @@ class LocalSizes:
         if all(term.as_coeff_Mul()[0].is_Integer for term in sympy.Add.make_args(quotient)):
             return quotient
         return floor_division(size, parts)
+
+    def outer(self, placements: Placements, axis: int) -> Size:
+        """Return the number of outer parts along an axis, in the dim as earlier axes sharded it."""
+        placement = placements[axis]
+        assert isinstance(placement, Shard), "only a sharded dim has parts"
+        if isinstance(placement.outer, int):
+            return placement.outer
+        factor, name = read_parts(placement.outer)
+        symbol = self._symbols[name]
+        found: Size = factor * self._whole.get(symbol, symbol)
+        for index, other in enumerate(placements[:axis]):
+            if isinstance(other, Shard) and other.dim == placement.dim:
+                if isinstance(other.outer, int):
+                    found = self.part(found, Shard(0), index)
+        return found
 
     def shape(self, whole: Sequence[Size], placements: Placements) -> list[Size]:
         """Return this rank's shard of a shape (in local symbols)."""

@@ -126,19 +126,25 @@ class ReshardBuilder:
         before, after = step.before[step.axis], step.after
         rest: tuple[Any, ...] = ()
         named: dict[str, Any] = {}
+        outer = self._outer(step, before) if isinstance(before, Shard) else 1
         if isinstance(before, Shard) and isinstance(after, Shard):
             rest = (before.dim, after.dim, self._joined(step, shape))
-            named = {"source_outer": before.outer, "target_outer": after.outer}
+            named = {"source_outer": outer, "target_outer": self._outer(step, after)}
         elif isinstance(before, Shard):
             rest = (before.dim, self._joined(step, shape))
-            named = {"outer": before.outer, "gradient": joined}
+            named = {"outer": outer, "gradient": joined}
         elif isinstance(after, Shard):
             rest = (after.dim,)
-            named = {"outer": after.outer, "gradient": back if before == REPLICATE else "R"}
+            named = {"outer": self._outer(step, after), "gradient": back if before == REPLICATE else "R"}
         elif step.kind == "all_reduce":
             named = {"gradient": joined}
         function = getattr(collectives, step.kind)
         return self._once(function, (held, axis, *rest), own, _without_defaults(named))
+
+    def _outer(self, step: ReshardStep, placement: Shard) -> Any:
+        """Return the number of outer parts of a placement on the step's axis."""
+        placed = (*step.before[: step.axis], placement, *step.before[step.axis + 1 :])
+        return self.size(self.local.outer(placed, step.axis))
 
     def _joined(self, step: ReshardStep, shape: Sequence[Size]) -> Any:
         """Return the size of the gathered dim."""

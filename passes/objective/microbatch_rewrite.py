@@ -192,7 +192,7 @@ class _MicrobatchRewriter:
         strategy = []
         for place in placed:
             if isinstance(place, Shard):
-                inner = f"/{place.outer}" if place.outer > 1 else ""
+                inner = f"/{place.outer}" if place.outer != 1 else ""
                 strategy.append(f"d{place.dim}{inner}")
             else:
                 strategy.append("" if place in (None, REPLICATE) else "+0")

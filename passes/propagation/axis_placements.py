@@ -13,11 +13,11 @@ from fxpart.sharding import Mesh, Placement, Placements, Shard
 
 def to_whole(placements: Placements, mesh: Mesh) -> Placements:
     """Return the placements with ``outer`` counted in the whole dim."""
-    if not any(isinstance(p, Shard) and p.outer > 1 for p in placements[1:]):
+    if not any(isinstance(p, Shard) and p.outer != 1 for p in placements[1:]):
         return placements
     found: list[Placement | None] = []
     for axis, placement in enumerate(placements):
-        if not isinstance(placement, Shard):
+        if not isinstance(placement, Shard) or isinstance(placement.outer, str):
             found.append(placement)
             continue
         outer = placement.outer
@@ -30,11 +30,11 @@ def to_whole(placements: Placements, mesh: Mesh) -> Placements:
 
 def to_left(placements: Placements, mesh: Mesh) -> Placements | None:
     """Invert :func:`to_whole`; return None if an earlier axis splits outer parts unevenly."""
-    if not any(isinstance(p, Shard) and p.outer > 1 for p in placements[1:]):
+    if not any(isinstance(p, Shard) and p.outer != 1 for p in placements[1:]):
         return placements
     found: list[Placement | None] = []
     for axis, placement in enumerate(placements):
-        if not isinstance(placement, Shard):
+        if not isinstance(placement, Shard) or isinstance(placement.outer, str):
             found.append(placement)
             continue
         outer = placement.outer
@@ -53,6 +53,7 @@ def _cuts(earlier: Sequence[Placement | None], mesh: Mesh, dim: int) -> list[tup
         (placement.outer, parts)
         for placement, parts in zip(earlier, mesh.shape, strict=False)
         if isinstance(placement, Shard) and placement.dim == dim
+        and isinstance(placement.outer, int)
     )
 
 
@@ -63,7 +64,8 @@ def fits(placements: Placements, shape: Sequence[object], mesh: Mesh) -> bool:
     cut: dict[int, list[tuple[int, int]]] = {}
     for placement, parts in zip(placements, mesh.shape, strict=True):
         if isinstance(placement, Shard):
-            cut.setdefault(placement.dim, []).append((placement.outer, parts))
+            outer = placement.outer if isinstance(placement.outer, int) else 1
+            cut.setdefault(placement.dim, []).append((outer, parts))
     for dim, cuts in cut.items():
         if dim >= len(shape):
             return False

@@ -187,7 +187,7 @@ class AxisPropagation:
         wanted = {p: origin for p, origin in value.demands[axis].items() if isinstance(p, Shard)}
         if op.constant and value.unanimous(axis) is None:
             return None
-        order = sorted(wanted, key=lambda p: (-wanted[p][0], p.dim, p.outer))
+        order = sorted(wanted, key=lambda p: (-wanted[p][0], p.dim, f"{p.outer:>9}"))
         for placement in order:
             placed = (*value.placed[:axis], placement, *value.placed[axis + 1 :])
             if fits(placed, value.tensor.shape, self.rules.mesh):

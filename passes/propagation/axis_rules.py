@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from fxpart.compiler.tensor_sizes import expression, tensors
 from fxpart.sharding import Mesh, Shard
 
 from ..rules import REPLICATED, RuleLayout, ShardingRule, choices, layout, origin, rule_of
+from ..rules.outer_parts import divide_parts, divides, multiply_parts
 from ..rules.sharding_rule import PARTS, Dims, factor_of
 
 
@@ -60,27 +61,46 @@ class AxisRule:
         """Return the strategies other than replication that the axis may take."""
         return [n for n in self._order if n != REPLICATED and self.feasible(n, axis, strategy)]
 
-    def rank(self, name: str) -> tuple[int, int]:
+    def rank(self, name: str) -> tuple[int, str]:
         """Return the position of a strategy in the rule's order."""
         factor, inner = factor_of(name)
-        return self._order.get(factor, len(self._order)), inner
+        return self._order.get(factor, len(self._order)), f"{inner:>9}"
 
     def cut(self, dims: Dims, placed: Shard, axis: int) -> str | None:
         """Return the strategy that shards a tensor of these dims this way, or None."""
         if placed.dim >= len(dims):
             return None
         parts, before = self.parts[axis], 1
-        for factor in dims[placed.dim]:
+        for number, factor in enumerate(dims[placed.dim]):
             size = self.rule.sizes[factor]
             if before == placed.outer:
                 return factor
-            if not isinstance(size, int):
-                return None
+            if not isinstance(placed.outer, int) or not isinstance(size, int):
+                return self._cut_symbolic(dims[placed.dim][number:], placed.outer, before)
             inner, left = divmod(placed.outer, before)
             if inner < size:
                 fine = not left and size % (inner * parts) == 0
                 return f"{factor}{PARTS}{inner}" if fine else None
             before *= size
+        return None
+
+    def _cut_symbolic(
+        self, factors: Sequence[str], outer: int | str, before: int | str
+    ) -> str | None:
+        """Return the strategy along the factors of a dim, where a size is a symbol."""
+        for factor in factors:
+            if before == outer:
+                return factor
+            size = self.rule.sizes[factor]
+            inner = divide_parts(outer, before)
+            if inner is None:
+                return None
+            if divides(inner, size):
+                return None if isinstance(inner, int) else f"{factor}{PARTS}{inner}"
+            after = multiply_parts(before, size)
+            if after is None:
+                return None
+            before = after
         return None
 
 

@@ -1,6 +1,12 @@
-"""Rules for attention: batch, heads, queries and value width shard; keys and head size do not."""
+"""Rules for attention: batch, heads, queries and value width shard; keys and head size do not.
+
+Sharded queries are context parallelism: every rank has all keys and values, whose gradients are
+Partial.
+"""
 
 from __future__ import annotations
+
+from fxpart.rng import seeded
 
 from .schema_call import (
     Dim,
@@ -18,8 +24,8 @@ from .sharding_rule import ShardingRule, Size
 def _attention(call: SchemaCall) -> ShardingRule:
     """Rule for scaled_dot_product_attention; a mask broadcasts over batch, heads and queries.
 
-    With grouped queries the query heads are [key heads, group], and either may be sharded. With a
-    causal mask the queries are not sharded, since the mask counts from the first query.
+    With grouped queries the query heads are [key heads, group], and either may be sharded. A causal
+    mask counts from the first query, so sharded queries have a form.
     """
     query, key = call.shape("query"), call.shape("key")
     rank = len(query)
@@ -33,7 +39,8 @@ def _attention(call: SchemaCall) -> ShardingRule:
             raise UncoveredCallError
         sizes |= {"h": key[-3], "g": group}
         lead[-1], shared[-1] = ("h", "g"), ("h",)
-    row: Dim = "_l" if call.given.get("is_causal") else "l"
+    causal = bool(call.given.get("is_causal"))
+    row: Dim = "l" if not causal or _has_row_form(call) else "_l"
     dims: dict[str, list[Dim]] = {
         "query": [*lead, row, "_e"],
         "key": [*shared, "_s", "_e"],
@@ -46,7 +53,15 @@ def _attention(call: SchemaCall) -> ShardingRule:
             if is_one(size):
                 heads[i] = ""
         dims["attn_mask"] = heads
-    return call.rule(dims, [[*lead, row, "v"]], sizes=sizes, linear=["value"])
+    random = call.node.target is seeded  # draws its shard of the dropout mask itself
+    forms = {"l": "attention_rows"} if causal and not random else {}
+    return call.rule(dims, [[*lead, row, "v"]], sizes=sizes, linear=["value"], forms=forms)
+
+
+def _has_row_form(call: SchemaCall) -> bool:
+    """Return whether queries of causal attention can be sharded: as many keys, in batches."""
+    query, key = call.shape("query"), call.shape("key")
+    return len(query) == 4 and same(query[-2], key[-2]) and not call.has("attn_mask")
 
 
 TABLE: dict[str, Entry] = {"aten.scaled_dot_product_attention": _attention}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fxpart.sharding import REPLICATE
 
 from .pointwise import broadcast
@@ -52,7 +54,8 @@ def _cross_entropy(call: SchemaCall) -> ShardingRule:
         forms |= {"n": "cross_entropy_rows", "n c": "cross_entropy_rows_classes"}
     results = [rows if reduction == NONE else []]
     results_of = {"c": (REPLICATE,)}
-    return call.rule(dims, results, forms=forms, results_of=results_of)
+    rule = call.rule(dims, results, forms=forms, results_of=results_of)
+    return replace(rule, unordered=frozenset("n"))
 
 
 def _places(call: SchemaCall) -> ShardingRule:

@@ -17,6 +17,8 @@ from torch import fx
 
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard, chunk
 
+from .outer_parts import divides, multiply_parts
+
 Dims: TypeAlias = tuple[tuple[str, ...], ...]  # factors of each dim, major first; () for size 1
 Size: TypeAlias = int | torch.SymInt
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -43,7 +45,8 @@ class ShardingRule:
     the op if the factor is sharded, called as ``form(mesh, axes, size, *args, **kwargs)``: axes
     shard the factor, major first; size is the factor's global size. results_of: per factor of
     ``forms``, result placements that differ from the notation (Replicate after an internal
-    all-reduce). together: strategies in which one axis shards several factors at once, no two of
+    all-reduce). unordered: factors of ``forms`` whose form takes any of the rows, not only
+    consecutive ones. together: strategies in which one axis shards several factors at once, no two of
     one tensor: name -> the factors. They have a form, called with ``sizes[name]`` (such as experts
     on the ranks that shard the tokens).
     """
@@ -57,6 +60,7 @@ class ShardingRule:
     localise: Localise | None = None
     forms: Mapping[str, str] = field(default_factory=dict)
     results_of: Mapping[str, tuple[Placement | None, ...]] = field(default_factory=dict)
+    unordered: frozenset[str] = frozenset()
     together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -164,13 +168,13 @@ def _column(
     cut = rule.together.get(name, (name,))
     if any(f in rule.whole or f not in rule.sizes for f in cut):
         return None
-    if inner > 1 and name in rule.forms:
+    if inner != 1 and name in rule.forms and name not in rule.unordered:
         return None
-    into, out = [_shards(d, cut, left, inner) for d in rule.operands], []
+    into, out = [_shards(rule, d, cut, left, inner) for d in rule.operands], []
     for index, dims in enumerate(rule.results):
         placements = rule.results_of.get(name, ())
         fixed = placements[index] if index < len(placements) else None
-        out.append(fixed if fixed is not None else _shards(dims, cut, left, inner) or PARTIAL)
+        out.append(fixed if fixed is not None else _shards(rule, dims, cut, left, inner) or PARTIAL)
     summed = rule.additive if PARTIAL in out else frozenset()
     if any(place is _IMPOSSIBLE for place in (*into, *out)):
         return None
@@ -182,28 +186,39 @@ def _column(
 _IMPOSSIBLE = Shard(-1)
 
 
-def factor_of(strategy: str) -> tuple[str, int]:
-    """Parse ``"n"`` to (n, 1) and ``"n/3"`` to (n, 3)."""
+def factor_of(strategy: str) -> tuple[str, int | str]:
+    """Parse ``"n"`` to (n, 1), ``"n/3"`` to (n, 3) and ``"n/s0"`` to (n, s0)."""
     name, _, parts = strategy.partition(PARTS)
-    return name, int(parts or 1)
+    return name, int(parts or 1) if parts.isdigit() or not parts else parts
 
 
-def _shards(dims: Dims, names: Sequence[str], left: Mapping[str, Size], inner: int) -> Shard | None:
+def _shards(
+    rule: ShardingRule,
+    dims: Dims,
+    names: Sequence[str],
+    left: Mapping[str, Size],
+    inner: int | str,
+) -> Shard | None:
     """Return the Shard of the one of the factors that a tensor has; None if it has none."""
-    return next((s for name in names if (s := _shard(dims, name, left, inner))), None)
+    return next((s for name in names if (s := _shard(rule, dims, name, left, inner))), None)
 
 
-def _shard(dims: Dims, name: str, left: Mapping[str, Size], inner: int = 1) -> Shard | None:
-    """Return the Shard of a factor, seen as [inner, rest]; None if the tensor lacks it."""
+def _shard(
+    rule: ShardingRule, dims: Dims, name: str, left: Mapping[str, Size], inner: int | str
+) -> Shard | None:
+    """Return the Shard of a factor, seen as [inner, rest]; None if the tensor lacks it.
+
+    Outer parts count in the dim as earlier axes have sharded it; in the whole dim if symbolic.
+    """
     for index, factors in enumerate(dims):
         if name in factors:
-            outer = inner
-            for before in factors[: factors.index(name)]:
-                size = left[before]
-                if not isinstance(size, int):
-                    return _IMPOSSIBLE
-                outer *= size
-            return Shard(index, outer)
+            major = factors[: factors.index(name)]
+            known = all(isinstance(left[f], int) for f in major) and isinstance(inner, int)
+            outer: int | str | None = inner
+            for factor in reversed(major):
+                size = (left if known else rule.sizes)[factor]
+                outer = None if outer is None else multiply_parts(outer, size)
+            return _IMPOSSIBLE if outer is None else Shard(index, outer)
     return None
 
 
@@ -224,7 +239,7 @@ def _cut(
 def _cut_one(
     rule: ShardingRule,
     name: str,
-    inner: int,
+    inner: int | str,
     parts: int,
     left: dict[str, Size],
     lengths: dict[str, set[int]],
@@ -233,7 +248,9 @@ def _cut_one(
     size = left[name]
     if not isinstance(size, int):
         left[name] = size // parts
-        return inner == 1
+        return inner == 1 or divides(inner, rule.sizes[name])
+    if not isinstance(inner, int):
+        return False
     known = lengths.get(name, {size})
     left[name] = -(-size // parts)
     lengths[name] = {b - a for n in known for a, b in (chunk(n, parts, i) for i in range(parts))}
