@@ -137,9 +137,13 @@ def _attention(op: OpSpec, backward: bool) -> Size:
 
     Causal masks are not counted as half, as in torch's FlopCounterMode.
     """
-    query, key, value = (t.shape for t in op.inputs[:3])
-    rows = product(query[:-1]) * key[-2]
-    scores, values = 2 * rows * query[-1], 2 * rows * value[-1]
+    query, key = op.inputs[0].shape, op.inputs[1].shape
+    return _count_attention(op, backward, product(query[:-1]) * key[-2])
+
+
+def _count_attention(op: OpSpec, backward: bool, pairs: Size) -> Size:
+    """Return the FLOPs for so many pairs of queries and keys."""
+    scores, values = 2 * pairs * op.inputs[0].shape[-1], 2 * pairs * op.inputs[2].shape[-1]
     if not backward:
         return scores + values
     through = op.needs(0) or op.needs(1)
@@ -150,6 +154,16 @@ def _attention(op: OpSpec, backward: bool) -> Size:
         + (scores if op.needs(0) else 0)
         + (scores if op.needs(1) else 0)
     )
+
+
+def _attention_rows(op: OpSpec, backward: bool) -> Size:
+    """Return the FLOPs of the last queries of causal attention, which read the most keys.
+
+    All queries and keys are counted in full although half of the pairs are masked, so that these
+    queries count twice as often as they read a key.
+    """
+    query, key = op.inputs[0].shape, op.inputs[1].shape
+    return _count_attention(op, backward, product(query[:-1]) * (2 * key[-2] + -1 * query[-2]))
 
 
 # recurrent op -> number of state tensors between the input and the weights
@@ -186,6 +200,7 @@ SPECIAL: dict[str, Callable[[OpSpec, bool], Size]] = {
     "scaled_dot_product_attention": _attention,
     "_scaled_dot_product_flash_attention": _attention,
     "_scaled_dot_product_efficient_attention": _attention,
+    "attention_rows": _attention_rows,
     **dict.fromkeys(_STATES, _recurrent),
     **dict.fromkeys(_CELLS, _recurrent),
 }

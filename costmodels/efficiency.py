@@ -52,7 +52,8 @@ class Efficiency:
             narrow = min(1.0, (head / 128) ** 0.5) if isinstance(head, int) else 1.0
             generation = op.attribute("generation")
             early = self.flash1 if generation == 1 else self.flash2 if generation == 2 else 1.0
-            return found * narrow * early * (2.0 if op.attribute("is_causal", "5") is True else 1.0)
+            causal = op.key == "attention_rows" or op.attribute("is_causal", "5") is True
+            return found * narrow * early * (2.0 if causal else 1.0)
         if dtype in _WIDE:
             return self.float32
         found = self.float8 if dtype == "float8" else self.matmul

@@ -92,7 +92,7 @@ _NAMES: dict[OpClass, str] = {
     "attention": """_scaled_dot_product_attention_math scaled_dot_product_attention
         _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu
         _native_multi_head_attention _scaled_dot_product_fused_attention_overrideable
-        flex_attention""",
+        flex_attention attention_rows""",
     "matmul": """addr outer ger kron cdist chain_matmul linalg_matmul linalg_multi_dot cross
         trilinear _trilinear matrix_power""",
 }  # fmt: skip

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from fxpart.collectives.communicator import Communicator, Size
 from fxpart.collectives.factor_shares import Axes, make_unsupported_form_error, span
@@ -39,20 +40,43 @@ def attention_rows(
     """
     if not is_causal or attn_mask is not None or dropout_p:
         raise make_unsupported_form_error("attention_rows", "it is not plain causal attention")
-    start, _ = span(mesh, axes, size)
-    width = query.shape[-1]
-    factor = 1 / math.sqrt(width) if scale is None else scale
-    found: torch.Tensor = torch.ops.fxpart.attention_rows(query, key, value, [start], factor)[0]
+    start, length = span(mesh, axes, size)
+    if mesh.slowest:  # the last rank reads the most keys
+        start = size - length
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    found: torch.Tensor = _AttentionRows.apply(query, key, value, (start,), factor)  # type: ignore[no-untyped-call]
     return found
 
 
-@torch.library.custom_op("fxpart::attention_rows", mutates_args=())
-def run_attention_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: Sequence[int], scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, and the logsumexp of each query.
+class _AttentionRows(torch.autograd.Function):
+    """Causal attention of blocks of queries; saves the output and the logsumexp of each query."""
 
-    starts: the number of the first query of each block in the sequence; blocks have equal lengths.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        starts: tuple[Size, ...],
+        scale: float,
+    ) -> torch.Tensor:
+        output, sums = attend_rows(query, key, value, starts, scale)
+        ctx.how = starts, scale
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *attend_rows_backward(gradient, *ctx.saved_tensors, *ctx.how), None, None
+
+
+def attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: Sequence[Size], scale: float
+) -> AttentionPart:
+    """Return the attention of consecutive blocks of queries, which have equal lengths.
+
+    starts: the number of the first query of each block in the sequence.
     """
     output = query.new_empty((*query.shape[:-1], value.shape[-1]))
     sums = query.new_empty(query.shape[:-1], dtype=_sum_dtype(query))
@@ -62,33 +86,24 @@ def run_attention_rows(
         block = query[..., rows, :]
         keys, values = (_repeat(t[..., own, :], heads) for t in (key, value))
         found = attend(block, keys, values, scale, is_causal=True)
-        if start:
+        if _is_positive(start):
             earlier = attend(
                 _join_heads(block, groups), key[..., :start, :], value[..., :start, :], scale,
                 is_causal=False,
             )  # fmt: skip
             found = _combine(found, _part_heads(earlier, heads))
         output[..., rows, :], sums[..., rows] = found
-    return output, sums
+    return AttentionPart(output, sums)
 
 
-@run_attention_rows.register_fake
-def _fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: Sequence[int], scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    return output, query.new_empty(query.shape[:-1], dtype=_sum_dtype(query))
-
-
-@torch.library.custom_op("fxpart::attention_rows_backward", mutates_args=())
-def run_attention_rows_backward(
+def attend_rows_backward(
     gradient: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     output: torch.Tensor,
     sums: torch.Tensor,
-    starts: Sequence[int],
+    starts: Sequence[Size],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, and of all keys and values."""
@@ -104,13 +119,13 @@ def run_attention_rows_backward(
         of_query[..., rows, :] = found[0]
         of_key[..., own, :] += _sum_groups(found[1], groups)
         of_value[..., own, :] += _sum_groups(found[2], groups)
-        if start:
+        if _is_positive(start):
+            joined = AttentionPart(
+                _join_heads(whole.output, groups), whole.logsumexp.reshape(*key.shape[:-2], -1)
+            )
             found = attend_backward(
-                *(_join_heads(t, groups) for t in (grad, block)),
-                key[..., :start, :], value[..., :start, :],
-                AttentionPart(_join_heads(whole.output, groups), whole.logsumexp.reshape(
-                    *key.shape[:-2], -1
-                )), scale, is_causal=False,
+                _join_heads(grad, groups), _join_heads(block, groups), key[..., :start, :],
+                value[..., :start, :], joined, scale, is_causal=False,
             )  # fmt: skip
             of_query[..., rows, :] += found[0].reshape(block.shape)
             of_key[..., :start, :] += found[1]
@@ -118,41 +133,15 @@ def run_attention_rows_backward(
     return of_query, of_key, of_value
 
 
-@run_attention_rows_backward.register_fake
-def _fake_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    sums: torch.Tensor,
-    starts: Sequence[int],
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, ctx.starts, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(query, key, value, *output)
-
-
-def _differentiate(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    found = torch.ops.fxpart.attention_rows_backward(
-        gradient, *ctx.saved_tensors, ctx.starts, ctx.scale
-    )
-    return *found, None, None
-
-
-run_attention_rows.register_autograd(_differentiate, setup_context=_keep)
-
-
-def _list_blocks(query: torch.Tensor, starts: Sequence[int]) -> Iterator[tuple[slice, int]]:
+def _list_blocks(query: torch.Tensor, starts: Sequence[Size]) -> Iterator[tuple[slice, Size]]:
     """Yield the local rows of each block, and the number of its first query in the sequence."""
     length = query.shape[-2] // len(starts)
     for index, start in enumerate(starts):
         yield slice(index * length, (index + 1) * length), start
+
+
+def _is_positive(start: Size) -> bool:
+    return isinstance(start, torch.SymInt) or start > 0
 
 
 def _combine(first: AttentionPart, second: AttentionPart) -> AttentionPart:
@@ -174,13 +163,15 @@ def _sum_groups(gradient: torch.Tensor, groups: int) -> torch.Tensor:
     heads = gradient.shape[-3]
     if heads == groups:
         return gradient
-    return gradient.unflatten(-3, (groups, heads // groups)).sum(-3)
+    found: torch.Tensor = gradient.unflatten(-3, (groups, heads // groups)).sum(-3)
+    return found
 
 
 def _join_heads(tensor: torch.Tensor, groups: int) -> torch.Tensor:
     """Return [batch, groups, queries of all heads of the group, width]."""
     heads = tensor.shape[-3]
-    return tensor.unflatten(-3, (groups, heads // groups)).flatten(-3, -2)
+    found: torch.Tensor = tensor.unflatten(-3, (groups, heads // groups)).flatten(-3, -2)
+    return found
 
 
 def _part_heads(part: AttentionPart, heads: int) -> AttentionPart:

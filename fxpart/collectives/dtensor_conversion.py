@@ -98,7 +98,7 @@ def _plain(
 
 
 def _outer(placement: Placement) -> int:
-    assert isinstance(placement, Shard)
+    assert isinstance(placement, Shard) and isinstance(placement.outer, int)
     return placement.outer
 
 

@@ -10,7 +10,7 @@ from fxpart.collectives.communicator import Communicator, CompletedCollective, S
 class FakeCommunicator(Communicator):
     """Returns results of the right shape and dtype without data; see :class:`Communicator`."""
 
-    fake = True
+    fake = slowest = True
 
     def _reduce(
         self, tensor: torch.Tensor, mesh_ranks: tuple[int, ...], op: str, reuse: bool

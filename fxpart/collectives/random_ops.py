@@ -140,7 +140,7 @@ def _cut(mesh: Communicator, whole: torch.Tensor, where: Placements) -> torch.Te
     found = whole
     for axis, placement in zip(mesh.mesh.names, where, strict=True):
         if isinstance(placement, Shard) and placement.dim < found.dim():
-            found = take(found, placement.dim, placement.outer, mesh.size(axis), mesh.place(axis))
+            found = take(found, placement.dim, _outer(placement), mesh.size(axis), mesh.place(axis))
     return found if found is whole or whole.requires_grad else found.clone()
 
 
@@ -159,16 +159,21 @@ def _around(
     sizes[0] = [shape[d] if d in dims else piece.shape[d] for d in range(piece.dim())]
     for axis, p in cuts:
         size = list(sizes[-1])
-        each = lengths(size[p.dim], mesh.size(axis), p.outer)
-        size[p.dim] = p.outer * each[mesh.place(axis)]
+        each = lengths(size[p.dim], mesh.size(axis), _outer(p))
+        size[p.dim] = _outer(p) * each[mesh.place(axis)]
         sizes.append(size)
     for (axis, p), size in reversed(list(zip(cuts, sizes[:-1], strict=True))):
         whole = piece.new_full(size, 0.5) if piece.is_floating_point() else piece.new_zeros(size)
-        each = lengths(size[p.dim], mesh.size(axis), p.outer)
-        inner = piece.unflatten(p.dim, (p.outer, each[mesh.place(axis)]))
-        part(whole, p.dim, p.outer, each, mesh.place(axis)).copy_(inner)
+        each = lengths(size[p.dim], mesh.size(axis), _outer(p))
+        inner = piece.unflatten(p.dim, (_outer(p), each[mesh.place(axis)]))
+        part(whole, p.dim, _outer(p), each, mesh.place(axis)).copy_(inner)
         piece = whole
     return piece
+
+
+def _outer(placement: Shard) -> int:
+    assert isinstance(placement.outer, int), "lowering refuses random numbers for symbolic parts"
+    return placement.outer
 
 
 def _sized(op: _Op, args: tuple[Any, ...], shape: Sequence[Size]) -> list[Any]:
@@ -229,5 +234,6 @@ def _causal_rows(
     along = tuple(
         Shard(0, p.outer) if isinstance(p, Shard) and p.dim == at else None for p in where
     )
-    queries = _cut(mesh, torch.arange(shape[at], device=device), along)
-    return torch.arange(keys, device=device) <= queries.unsqueeze(-1)
+    every: torch.Tensor = _ATEN.arange.default(shape[at], device=device)
+    columns: torch.Tensor = _ATEN.arange.default(keys, device=device)
+    return columns <= _cut(mesh, every, along).unsqueeze(-1)

@@ -102,11 +102,11 @@ from fxpart.compat.tracers import (
 
 __all__ = [
     "AttentionPart",
-    "attend",
-    "attend_backward",
     "TorchDispatchMode",
     "active_modes",
     "active_tracer",
+    "attend",
+    "attend_backward",
     "compile_counters",
     "compiler_errors",
     "compiler_fault",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -39,7 +38,7 @@ def sharding(plan: Plan) -> Faults:
                 f"stages[{position}].zero",
                 f"the level is {stage.zero}, but sharding.zero is {given.zero}",
             )
-        if math.prod((stage.data_parallel, stage.tensor_parallel)) != mesh.size:
+        if stage.data_parallel * stage.tensor_parallel * stage.context_parallel != mesh.size:
             yield (
                 f"stages[{position}]",
                 f"the product of its degrees is not the mesh size, {mesh.size}",

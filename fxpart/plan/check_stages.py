@@ -30,7 +30,7 @@ def stages(plan: Plan) -> Faults:
                 f"the index is {stage.index}, but stages are numbered in order from 0",
             )
         yield from ((where, why) for why in _degrees(stage))
-        degree = stage.data_parallel * stage.tensor_parallel
+        degree = stage.data_parallel * stage.tensor_parallel * stage.context_parallel
         if degree > 0 and len(stage.ranks) != degree:
             yield (
                 f"{where}.ranks",
@@ -64,7 +64,7 @@ def _replicas(plan: Plan) -> Faults:
 
 def _degrees(stage: Stage) -> Iterator[str]:
     data, expert = stage.data_parallel, stage.expert_parallel
-    if min(data, stage.tensor_parallel, expert) < 1:
+    if min(data, stage.tensor_parallel, expert, stage.context_parallel) < 1:
         yield "a degree of parallelism is below 1"
     elif data % expert:
         yield f"expert parallelism {expert} does not divide data parallelism {data}"
@@ -163,7 +163,7 @@ def ranks(plan: Plan) -> Faults:
 
 def mesh(plan: Plan) -> Faults:
     """Check that the mesh matches the stages, or is only their number if they differ."""
-    degrees = {(s.data_parallel, s.tensor_parallel) for s in plan.stages}
+    degrees = {(s.data_parallel, s.tensor_parallel, s.context_parallel) for s in plan.stages}
     size, expected = math.prod(plan.mesh.values()), plan.world
     if any(extent < 1 for extent in plan.mesh.values()):
         yield "mesh", "an axis has no ranks"

@@ -161,6 +161,7 @@ _TABLE = (
     _degree("tp", "Tensor-parallel degree."),
     _degree(DATA_AXIS, "Data-parallel degree."),
     _degree("ep", "Expert-parallel degree."),
+    _degree(CONTEXT_AXIS, "Context-parallel degree."),
     _number("pp", "Number of stages, one or several.", plain="1"),
     _number("microbatches", "Microbatches per step."),
     _number("virtual", "Virtual stages per rank, in schedules that support them."),
@@ -176,6 +177,7 @@ _TABLE = (
     _synonym("tensor", "tp"),
     _synonym("data", "dp"),
     _synonym("expert", "ep"),
+    _synonym("context", CONTEXT_AXIS),
 )  # fmt: skip
 
 CONSTRAINTS: dict[str, ConstraintSpec] = {spec.name: spec for spec in _TABLE}

@@ -76,10 +76,11 @@ class Stage(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     pieces: the first and last block of each virtual stage, from the first to the last; empty where
     the stage is contiguous. Blocks are positions in the plan's ``order``. data_parallel: number of
-    parts of the batch; tensor_parallel: number of ranks that share each of these parts, so that the
-    product is the number of ranks; expert_parallel: number of the parts that share one set of
-    experts. zero: ZeRO level (0 to 3). device: the model of the ranks' devices, "" if not
-    specified. parameters: number of unsharded elements.
+    parts of the batch; context_parallel: number of parts of its sequences; tensor_parallel: number
+    of ranks that share each of these parts, so that the product is the number of ranks;
+    expert_parallel: number of the batch's parts that share one set of experts. zero: ZeRO level (0
+    to 3). device: the model of the ranks' devices, "" if not specified. parameters: number of
+    unsharded elements.
     """
 
     index: int
@@ -90,6 +91,7 @@ class Stage(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data_parallel: int = 1
     tensor_parallel: int = 1
     expert_parallel: int = 1
+    context_parallel: int = 1
     zero: Literal[0, 1, 2, 3] = 0
     recompute: Literal["none", "selective", "full"] = "none"
     device: str = ""

@@ -18,9 +18,14 @@ def reasons(plan: Plan) -> tuple[str, ...]:
     if spec is None or not spec.trains:
         known = ", ".join(list_schedules(trains=True))
         found.append(f"the runtime does not support the schedule {plan.schedule}, only {known}")
-    degrees = {(s.data_parallel, s.tensor_parallel, s.expert_parallel, s.zero) for s in plan.stages}
+    degrees = {
+        (s.data_parallel, s.tensor_parallel, s.context_parallel, s.expert_parallel, s.zero)
+        for s in plan.stages
+    }
     if len(degrees) > 1:
-        found.append("the stages differ in data, tensor or expert parallelism or in ZeRO level")
+        found.append(
+            "the stages differ in data, tensor, context or expert parallelism or in ZeRO level"
+        )
     if spec is not None and not spec.flushes and any(stage.zero for stage in plan.stages):
         found.append(
             "ZeRO shards optimizers, but ranks of asynchronous stages update independently"

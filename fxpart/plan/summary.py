@@ -36,6 +36,11 @@ class StageLayout(Protocol):
         ...
 
     @property
+    def context_parallel(self) -> int:
+        """Context-parallel ranks."""
+        ...
+
+    @property
     def zero(self) -> int:
         """ZeRO stage."""
         ...
@@ -149,10 +154,11 @@ def used(entry: RankPrediction) -> float:
 
 
 def layout(stage: StageLayout) -> str:
-    """Return a stage's degrees: "dp8 tp4 ep2 zero1 recompute full"; "-" for one rank."""
+    """Return a stage's degrees: "dp8 tp4 cp2 ep2 zero1 recompute full"; "-" for one rank."""
     parts = (
         f"dp{stage.data_parallel}" if stage.data_parallel > 1 else "",
         f"tp{stage.tensor_parallel}" if stage.tensor_parallel > 1 else "",
+        f"cp{stage.context_parallel}" if stage.context_parallel > 1 else "",
         f"ep{stage.expert_parallel}" if stage.expert_parallel > 1 else "",
         f"zero{stage.zero}" if stage.zero else "",
         f"recompute {stage.recompute}" if stage.recompute != "none" else "",

@@ -91,6 +91,7 @@ def _degrees(plan: Plan) -> dict[str, set[str]]:
         "dp": {str(stage.data_parallel) for stage in plan.stages},
         "tp": {str(stage.tensor_parallel) for stage in plan.stages},
         "ep": {str(stage.expert_parallel) for stage in plan.stages},
+        "cp": {str(stage.context_parallel) for stage in plan.stages},
     }
 
 

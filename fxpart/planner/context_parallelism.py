@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpart.annotations.entry_syntax import read_placements, read_strategies
 from fxpart.compiler.attention_ops import ROWS, list_attentions
-from fxpart.compiler.tensor_sizes import expression, hint
+from fxpart.compiler.tensor_sizes import hint
 from fxpart.plan.constraint_table import CONTEXT_AXIS
 from fxpart.sharding import Mesh, Shard
 

@@ -50,13 +50,12 @@ if TYPE_CHECKING:
 class ShardingSummary:
     """How the ranks of a stage share its work, for the plan.
 
-    degrees: of data, tensor and expert parallelism. sums: times of
-    the gradient reduction and ZeRO's collectives per step, which the problem counts as optimizer
-    time.
+    degrees: of data, tensor, expert and context parallelism. sums: times of the
+    gradient reduction and ZeRO's collectives per step, which the problem counts as optimizer time.
     """
 
     sharding: PlanSharding
-    degrees: tuple[int, int, int]
+    degrees: tuple[int, int, int, int]
     sums: GradientReductionTimes = field(default_factory=GradientReductionTimes)
 
     @property
@@ -145,7 +144,7 @@ def _stages(
     spec: ProgramSpec,
 ) -> tuple[Stage, ...]:
     """Return the plan's stages. names: of the blocks in order; kinds: device model by rank."""
-    data, tensor, expert = (1, 1, 1) if shared is None else shared.degrees
+    data, tensor, expert, context = (1,) * 4 if shared is None else shared.degrees
     return tuple(
         Stage(
             index=k,
@@ -156,6 +155,7 @@ def _stages(
             data_parallel=data,
             tensor_parallel=tensor,
             expert_parallel=expert,
+            context_parallel=context,
             zero=_zero(shared),
             recompute=cost.recompute,
             device=kinds[ranks[k][0]],

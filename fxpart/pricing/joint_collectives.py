@@ -87,7 +87,9 @@ class PlacementCollectives:
         if rule is None or spec is None or not rule.forms or not spec.inputs:
             return
         name = factor_of(option.strategy[0])[0]
-        if name not in rule.forms or any(gives[0][0] == PARTIAL for gives in option.gives):
+        if name not in rule.forms or name in rule.local:
+            return
+        if any(gives[0][0] == PARTIAL for gives in option.gives):
             return
         dims = rule.operands[0] if rule.operands else ()
         shape = spec.inputs[0].shape

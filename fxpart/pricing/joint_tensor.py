@@ -167,7 +167,7 @@ class TensorParallelLayout(BlockLayout):
         if not isinstance(place, Shard):
             return tensor
         shape = list(tensor.shape)
-        if place.outer == 1:
+        if isinstance(place.outer, str) or place.outer == 1:
             shape[place.dim] = _divided(shape[place.dim], self.parts)
         else:
             shape[place.dim] = place.outer * _divided(shape[place.dim], self.parts * place.outer)

@@ -244,7 +244,8 @@ class OpFamilies:
             outputs = self._local(numbers.outputs, given, option.gives)
             seconds = self._op(
                 OpSpec(
-                    numbers.name, inputs, outputs, numbers.attributes, numbers.gradients,
+                    _name_local(rule, option, numbers.name), inputs, outputs, numbers.attributes,
+                    numbers.gradients,
                     numbers.gradient_inputs,
                 )
             )  # fmt: skip
@@ -299,7 +300,7 @@ class OpFamilies:
         seconds = 0.0
         for axis, name in enumerate(option.strategy):
             name = factor_of(name)[0]
-            if name not in rule.forms or not inputs:
+            if name not in rule.forms or name in rule.local or not inputs:
                 continue
             if any(gives[0][axis] == PARTIAL for gives in option.gives):
                 continue
@@ -315,6 +316,13 @@ class OpFamilies:
                 bytes_ = min(bytes_, 8.0 * size)
             seconds += times * self._reshards.single(axis, "partial", "replicate", bytes_)
         return seconds
+
+
+def _name_local(rule: ShardingRule | None, option: OpOption, name: str) -> str:
+    """Return the name of the op, or of its form without communication."""
+    factors = (factor_of(strategy)[0] for strategy in option.strategy)
+    forms = [rule.forms[f] for f in factors if rule is not None and f in rule.local]
+    return f"aten.{forms[0]}" if forms else name
 
 
 def positions(node: fx.Node) -> list[int | None]:

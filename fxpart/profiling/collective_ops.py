@@ -39,6 +39,7 @@ _OPS = {
     ),
     **dict.fromkeys(("experts_cut", "experts_dispatched"), "fxpart.experts"),
     "index_own_rows": "index",
+    "attention_rows": "scaled_dot_product_attention",
 }
 # Forms with indices into the whole factor: position of its size among the sizes.
 _WHOLE = {
@@ -97,6 +98,8 @@ class IdenticalRanksCommunicator(Communicator):
     Results equal those of real ranks with equal tensors. If counts differ between ranks, the
     rank's own part is repeated.
     """
+
+    slowest = True
 
     def _reduce(
         self, tensor: torch.Tensor, mesh_ranks: tuple[int, ...], op: str, reuse: bool

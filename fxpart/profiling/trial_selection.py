@@ -270,7 +270,10 @@ def describe_plan(plan: Plan) -> str:
     "2 stages with 1 + 2 replicas, 6 microbatches, 1f1b".
     """
     first = plan.stages[0]
-    axes = (("dp", first.data_parallel), ("tp", first.tensor_parallel), ("zero", first.zero))
+    axes = (
+        ("dp", first.data_parallel), ("tp", first.tensor_parallel),
+        ("cp", first.context_parallel), ("zero", first.zero),
+    )  # fmt: skip
     mesh = [f"{name}={size}" for name, size in axes if size > (name != "zero")]
     count = len(plan.firsts)
     stages = f"{count} stage{'s' if count > 1 else ''}"

@@ -110,6 +110,7 @@ class StageFigures(_ExplanationStruct, frozen=True, kw_only=True):
     data_parallel: int
     tensor_parallel: int
     expert_parallel: int
+    context_parallel: int
     zero: int
     recompute: str
     parameters: int

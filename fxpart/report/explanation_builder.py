@@ -176,8 +176,8 @@ def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
         "predict_seconds", "microbatch_seconds", "step_only_seconds", "in_flight",
         "process", "allocator", "resident",
     )  # fmt: skip
-    decisions = ("data_parallel", "tensor_parallel", "expert_parallel", "zero", "recompute",
-                 "label", "parameters")  # fmt: skip
+    decisions = ("data_parallel", "tensor_parallel", "expert_parallel", "context_parallel", "zero",
+                 "recompute", "label", "parameters")  # fmt: skip
     return StageFigures(
         stage=entry.stage,
         blocks=blocks(plan, entry.stage),

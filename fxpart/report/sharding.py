@@ -24,6 +24,8 @@ def headline(plan: Plan) -> str:
         parts.append(f"{stage.data_parallel} data-parallel")
     if stage.tensor_parallel > 1:
         parts.append(f"{stage.tensor_parallel} tensor-parallel")
+    if stage.context_parallel > 1:
+        parts.append(f"{stage.context_parallel} context-parallel")
     if given.zero:
         what = ("optimizer state", "optimizer state and gradients", "parameters")[given.zero - 1]
         parts.append(f"ZeRO {given.zero} over {given.zero_axis} ({what})")

@@ -135,7 +135,10 @@ class ReshardBuilder:
             named = {"outer": outer, "gradient": joined}
         elif isinstance(after, Shard):
             rest = (after.dim,)
-            named = {"outer": self._outer(step, after), "gradient": back if before == REPLICATE else "R"}
+            named = {
+                "outer": self._outer(step, after),
+                "gradient": back if before == REPLICATE else "R",
+            }
         elif step.kind == "all_reduce":
             named = {"gradient": joined}
         function = getattr(collectives, step.kind)

@@ -52,7 +52,8 @@ def _cuts(earlier: Sequence[Placement | None], mesh: Mesh, dim: int) -> list[tup
     return sorted(
         (placement.outer, parts)
         for placement, parts in zip(earlier, mesh.shape, strict=False)
-        if isinstance(placement, Shard) and placement.dim == dim
+        if isinstance(placement, Shard)
+        and placement.dim == dim
         and isinstance(placement.outer, int)
     )
 

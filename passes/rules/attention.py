@@ -6,6 +6,8 @@ Partial.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fxpart.rng import seeded
 
 from .schema_call import (
@@ -55,7 +57,8 @@ def _attention(call: SchemaCall) -> ShardingRule:
         dims["attn_mask"] = heads
     random = call.node.target is seeded  # draws its shard of the dropout mask itself
     forms = {"l": "attention_rows"} if causal and not random else {}
-    return call.rule(dims, [[*lead, row, "v"]], sizes=sizes, linear=["value"], forms=forms)
+    rule = call.rule(dims, [[*lead, row, "v"]], sizes=sizes, linear=["value"], forms=forms)
+    return replace(rule, local=frozenset(forms))
 
 
 def _has_row_form(call: SchemaCall) -> bool:

@@ -47,11 +47,11 @@ def divides(parts: int | str, size: int | torch.SymInt) -> bool:
     factor, name = read_parts(parts)
     if isinstance(expr, int):
         return not name and expr % factor == 0 and expr > factor
-    symbol = next((s for s in expr.free_symbols if str(s) == name), None)
-    if name and symbol is None:
+    symbols = [symbol for symbol in expr.free_symbols if str(symbol) == name]
+    if name and not symbols:
         return False
-    quotient = sympy.cancel(expr / (factor * symbol if name else factor))
-    return quotient != 1 and sympy.fraction(quotient)[1] == 1
+    quotient = sympy.cancel(expr / sympy.Mul(factor, *symbols))
+    return bool(quotient != 1 and sympy.fraction(quotient)[1] == 1)
 
 
 def _describe(expr: int | sympy.Expr) -> int | str | None:

@@ -115,6 +115,9 @@ def _rounding(plan: Plan) -> list[str]:
         found.append(f"gradients are summed over {plan.microbatches} microbatches")
     data = max(stage.data_parallel for stage in plan.stages)
     tensor = max(stage.tensor_parallel for stage in plan.stages)
+    context = max(stage.context_parallel for stage in plan.stages)
+    if context > 1:
+        found.append(f"gradients are summed over {context} parts of each sequence")
     if data > 1:
         found.append(f"gradients are summed over {data} replicas")
     if tensor > 1:

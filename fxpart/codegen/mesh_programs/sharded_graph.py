@@ -14,10 +14,12 @@ from torch import fx
 from fxpart.annotations.graph_values import sharding
 from fxpart.annotations.placement_origin import is_annotated
 from fxpart.compiler import MESH_KEY, PassManager
+from fxpart.compiler.attention_ops import ROWS, list_attentions
 from fxpart.compiler.graph_edit import annotate
 from fxpart.compiler.mixture_ops import DISPATCHED, list_mixtures
 from fxpart.compiler.node_annotation import NodeSharding
 from fxpart.passes import all_passes
+from fxpart.passes.rules.sharding_rule import factor_of
 from fxpart.sharding import (
     Mesh,
     Placements,
@@ -84,17 +86,22 @@ class ShardedGraph:
         """Return the placements of each parameter and buffer, by main name."""
         return _values(self.whole, "get_attr")
 
-    def degrees(self) -> tuple[int, int, int]:
-        """Return the degrees of data, tensor and expert parallelism.
+    def degrees(self) -> tuple[int, int, int, int]:
+        """Return the degrees of data, tensor, expert and context parallelism.
 
         An axis is data-parallel if it shards the rows of every input that has rows, and no
         parameter except by ZeRO-3 and those of distributed experts: another axis that shards
-        parameters is tensor-parallel, also where some ops split the batch over it.
+        parameters is tensor-parallel, also where some ops split the batch over it. An axis that
+        shards queries of attention, but neither rows nor parameters, is context-parallel.
         """
         axes, shape = self._batch_axes(), self.mesh.shape
         experts = [axis for axis in axes if self._list_distributed(axis)]
-        rows = prod(shape[axis] for axis in axes if not self._shards_weights(axis))
-        return rows, self.mesh.size // rows, prod(shape[axis] for axis in experts)
+        whole = [axis for axis in range(len(shape)) if not self._shards_weights(axis)]
+        rows = prod(shape[axis] for axis in axes if axis in whole)
+        sequences = [axis for axis in whole if axis not in axes and self._shards_queries(axis)]
+        context = prod(shape[axis] for axis in sequences)
+        tensor = self.mesh.size // (rows * context)
+        return rows, tensor, prod(shape[axis] for axis in experts), context
 
     def count_batch_parts(self) -> int:
         """Return the number of parts into which the rows of every input are sharded."""
@@ -120,6 +127,11 @@ class ShardedGraph:
             for name in self.captured.parameters
             if name in state and name not in apart
         )
+
+    def _shards_queries(self, axis: int) -> bool:
+        """Return whether the axis shards the queries of an attention."""
+        known = [sharding(node) for node in list_attentions(self.whole.graph)]
+        return any(k is not None and factor_of(k.strategy[axis] or "")[0] == ROWS for k in known)
 
     def _list_distributed(self, axis: int) -> set[str]:
         """Return the parameters of experts that the axis distributes, with an exchange of rows."""
