@@ -68,11 +68,15 @@ class _AttentionRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *attend_rows_backward(gradient, *ctx.saved_tensors, *ctx.how), None, None
+        return (*attend_rows_backward(gradient, *ctx.saved_tensors, *ctx.how), None, None)
 
 
 def attend_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: Sequence[Size], scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: Sequence[Size],
+    scale: float,
 ) -> AttentionPart:
     """Return the attention of consecutive blocks of queries, which have equal lengths.
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from torch import fx
 
 from fxpart.annotations.entry_syntax import read_placements, read_strategies
 from fxpart.compiler.attention_ops import ROWS, list_attentions
-from fxpart.compiler.tensor_sizes import hint
+from fxpart.compiler.tensor_sizes import expression, hint
+from fxpart.errors import error
 from fxpart.plan.constraint_table import CONTEXT_AXIS
-from fxpart.sharding import Mesh, Shard
+from fxpart.sharding import REPLICATE, Mesh, Shard
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
@@ -23,20 +24,51 @@ def shard_sequences(
     """Return annotations that shard the sequences of a graph over the context axis.
 
     The queries of every attention are sharded, and the inputs whose dim after the batch is as long.
-    None where the mesh lacks the axis, or the user's annotations (``given``) name it.
+    None where the mesh lacks the axis, or the user's annotations (``given``) name it. Raise FXP105
+    where the axis cannot shard the sequences.
     """
-    if CONTEXT_AXIS not in mesh.names or _is_named(given):
+    parts = dict(mesh.axes).get(CONTEXT_AXIS, 1)
+    if parts == 1 or _is_named(given):
         return {}
-    found = {f"op:{one.name}": f"{CONTEXT_AXIS}:{ROWS}" for one in list_attentions(graph)}
-    lengths = {hint(one.meta["val"].shape[-2]) for one in list_attentions(graph)}
+    attentions = list_attentions(graph)
+    lengths = {hint(node.meta["val"].shape[-2]) for node in attentions}
+    wrong = sorted(length for length in lengths if length % parts)
+    if wrong or not attentions:
+        tokens = " and ".join(map(str, wrong))
+        raise error(
+            "FXP105",
+            where=f"mesh {mesh}",
+            why=f"the axis {CONTEXT_AXIS} has {parts} ranks, which does not divide sequences of "
+            f"{tokens} tokens"
+            if wrong
+            else f"the model has no attention whose queries the axis {CONTEXT_AXIS} could shard",
+            fix="use another number of ranks, or pad the sequences" if wrong else "use other axes",
+        )
+    found = {f"op:{node.name}": f"{CONTEXT_AXIS}:{ROWS}" for node in attentions}
+    return found | _place_inputs(graph, captured, lengths)
+
+
+def _place_inputs(
+    graph: fx.Graph, captured: CapturedModel, lengths: Collection[int]
+) -> dict[str, str]:
+    """Return annotations of the inputs whose dim after the batch has one of these lengths.
+
+    Where some lengths are numbers, inputs with symbols are replicated: a symbol of a sharded input
+    is the local length, which would not be known to agree with the local number.
+    """
+    found: dict[str, tuple[int, bool]] = {}
     for item in captured.inputs:
         node = next((n for n in graph.find_nodes(op="placeholder") if n.name == item.name), None)
         if node is None or item.batch_dim is None:
             continue
         shape, dim = node.meta["val"].shape, item.batch_dim + 1
         if dim < len(shape) and hint(shape[dim]) in lengths:
-            found[f"input:{item.name}"] = f"{CONTEXT_AXIS}:{Shard(dim)}"
-    return found
+            found[item.name] = dim, isinstance(expression(shape[dim]), int)
+    fixed = any(number for _, number in found.values())
+    return {
+        f"input:{name}": f"{CONTEXT_AXIS}:{Shard(dim) if number == fixed else REPLICATE}"
+        for name, (dim, number) in found.items()
+    }
 
 
 def _is_named(given: Mapping[str, str]) -> bool:

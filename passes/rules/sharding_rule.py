@@ -46,9 +46,9 @@ class ShardingRule:
     shard the factor, major first; size is the factor's global size. results_of: per factor of
     ``forms``, result placements that differ from the notation (Replicate after an internal
     all-reduce). unordered: factors of ``forms`` whose form takes any of the rows, not only
-    consecutive ones. local: those whose form does not communicate. together: strategies in which one axis shards several factors at once, no two
-    of one tensor: name -> the factors. They have a form, called with ``sizes[name]`` (such as
-    experts on the ranks that shard the tokens).
+    consecutive ones. local: those whose form does not communicate. together: strategies in which
+    one axis shards several factors at once, no two of one tensor: name -> the factors. They have a
+    form, called with ``sizes[name]`` (such as experts on the ranks that shard the tokens).
     """
 
     operands: tuple[Dims, ...]

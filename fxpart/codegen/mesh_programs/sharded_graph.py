@@ -18,6 +18,7 @@ from fxpart.compiler.attention_ops import ROWS, list_attentions
 from fxpart.compiler.graph_edit import annotate
 from fxpart.compiler.mixture_ops import DISPATCHED, list_mixtures
 from fxpart.compiler.node_annotation import NodeSharding
+from fxpart.compiler.work_estimate import is_heavy
 from fxpart.passes import all_passes
 from fxpart.passes.rules.sharding_rule import factor_of
 from fxpart.sharding import (
@@ -92,14 +93,14 @@ class ShardedGraph:
         An axis is data-parallel if it shards the rows of every input that has rows, and no
         parameter except by ZeRO-3 and those of distributed experts: another axis that shards
         parameters is tensor-parallel, also where some ops split the batch over it. An axis that
-        shards queries of attention, but neither rows nor parameters, is context-parallel.
+        shards the queries of all attention, but no rows and no parameters of products and lookups,
+        is context-parallel.
         """
         axes, shape = self._batch_axes(), self.mesh.shape
         experts = [axis for axis in axes if self._list_distributed(axis)]
-        whole = [axis for axis in range(len(shape)) if not self._shards_weights(axis)]
-        rows = prod(shape[axis] for axis in axes if axis in whole)
-        sequences = [axis for axis in whole if axis not in axes and self._shards_queries(axis)]
-        context = prod(shape[axis] for axis in sequences)
+        rows = prod(shape[axis] for axis in axes if not self._list_sharded(axis))
+        others = {*range(len(shape))} - {*axes}
+        context = prod(shape[axis] for axis in others if self._shards_sequences(axis))
         tensor = self.mesh.size // (rows * context)
         return rows, tensor, prod(shape[axis] for axis in experts), context
 
@@ -117,21 +118,26 @@ class ShardedGraph:
         ]
         return [k for k in range(len(self.mesh.shape)) if cut and all(c[k] for c in cut)]
 
-    def _shards_weights(self, axis: int) -> bool:
-        """Return whether the axis shards a parameter, other than by ZeRO-3 or by expert."""
+    def _list_sharded(self, axis: int) -> set[str]:
+        """Return the parameters that the axis shards, other than by ZeRO-3 or by expert."""
         if self.zero == 3 and self.mesh.names[axis] == self.zero_axis:
-            return False
+            return set()
         state, apart = self.state(), self._list_distributed(axis)
-        return any(
-            isinstance(state[name][axis], Shard)
+        return {
+            name
             for name in self.captured.parameters
-            if name in state and name not in apart
-        )
+            if name in state and name not in apart and isinstance(state[name][axis], Shard)
+        }
 
-    def _shards_queries(self, axis: int) -> bool:
-        """Return whether the axis shards the queries of an attention."""
-        known = [sharding(node) for node in list_attentions(self.whole.graph)]
-        return any(k is not None and factor_of(k.strategy[axis] or "")[0] == ROWS for k in known)
+    def _shards_sequences(self, axis: int) -> bool:
+        """Return whether the axis shards the queries of all attention, and no other work."""
+        nodes = list_attentions(self.whole.graph)
+        known = [sharding(node) for node in nodes]
+        if not nodes or not all(k and factor_of(k.strategy[axis] or "")[0] == ROWS for k in known):
+            return False
+        sharded = self._list_sharded(axis)  # may have position tables that are only added
+        states = self.whole.graph.find_nodes(op="get_attr")
+        return not any(is_heavy(u) for n in states if str(n.target) in sharded for u in n.users)
 
     def _list_distributed(self, axis: int) -> set[str]:
         """Return the parameters of experts that the axis distributes, with an exchange of rows."""

@@ -1,0 +1,196 @@
+"""Context parallelism: sequences over an axis, keys and values gathered, equal to one process."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Pool
+from sharded_models import TENSOR
+from sharded_ranks import as_seen, train, written
+from sharded_runs import base, wrong
+from torch import nn
+
+import fxpart
+from fxpart import FxpartError, Plan, Program
+from fxpart.collectives import CommunicationCounts
+from fxpart.compat import attention_kernels
+from fxpart.compat.optimizer_choice import choose
+from fxpart.report.sharding import headline
+from fxpart.verification.comparison import compare, verify
+
+pytestmark = pytest.mark.slow
+LAYERS, ROWS, TOKENS, GROUPS, WIDTH = 4, 4, 12, 2, 8  # of the zoo's Llama
+
+WAYS: dict[str, dict[str, int | str]] = {
+    "context 2": {"mesh": "cp=2", "stages": 1},
+    "context 4": {"mesh": "cp=4", "stages": 1},
+    "data 2 x context 2": {"mesh": "dp=2,cp=2", "stages": 1, "zero": 1},
+    "context 2 x data 2": {"mesh": "cp=2,dp=2", "stages": 1},
+    "tensor 2 x context 2": {"mesh": "tp=2,cp=2", "stages": 1},
+    "pipeline 2 x context 2": {"mesh": "cp=2", "stages": 2},
+    "data 2 x context 2, zero 2": {"mesh": "dp=2,cp=2", "stages": 1, "zero": 2},
+    "data 2 x context 2, zero 3": {"mesh": "dp=2,cp=2", "stages": 1, "zero": 3},
+    "zero 3 x context 4": {"mesh": "cp=4", "stages": 1, "zero": 3},
+}
+
+
+def sharded(model: str, way: str, **constraints: int | str) -> Program:
+    """A model of the zoo in one of the ways."""
+    given = dict(WAYS[way]) | constraints
+    if "tp" in str(given["mesh"]):
+        given["annotations"] = json.dumps({"annotations": TENSOR[model]})
+    one = base(model)
+    return one.program.replan("local:4", microbatches=one.microbatches, constraints=given)
+
+
+def degrees(plan: Plan) -> set[tuple[int, int, int]]:
+    """Data, tensor and context degree of the stages."""
+    return {(s.data_parallel, s.tensor_parallel, s.context_parallel) for s in plan.stages}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", ["llama", "gpt2", "bert", "mixtral"])
+def test_in_this_process(model: str, way: str) -> None:
+    """Loss, gradients and parameters of three steps are those of one process."""
+    program = sharded(model, way)
+    found = verify(program, steps=3, batch=base(model).batch)
+    assert found.ranks == program.plan.world >= 2
+    why = wrong(model, found)
+    assert not why, why
+
+
+@pytest.mark.parametrize("way", ["data 2 x context 2", "pipeline 2 x context 2"])
+def test_over_gloo(way: str, pool: Pool, tmp_path: Path) -> None:
+    """The exported program on four processes."""
+    program, given = sharded("llama", way), base("llama")
+    program.export(tmp_path / "program")
+    files = written(given, tmp_path)
+    first, *others = pool.run(train, str(tmp_path / "program"), *files, ranks=4, timeout=120)
+    assert others == [b""] * 3
+    found = compare(program, choose(torch.optim.AdamW).make, given.batch, as_seen(first))
+    why = wrong("llama", found)
+    assert not why, why
+
+
+def test_collectives_are_those_of_gathered_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per layer two all-gathers forward and two reduce-scatters backward, of keys and of values.
+
+    The bytes are those of Llama 3's context parallelism (Grattafiori et al., 2024, section 3.3.2):
+    batch x tokens x heads of keys x width. Besides, labels are gathered once, to be shifted.
+    """
+    program = sharded("llama", "context 4")
+    trainer, batch = program.trainer(), base("llama").batch
+    trainer.step(batch)
+    sent: Counter[tuple[str, int]] = Counter()
+
+    def note(self: Any, kind: str, axis: Any, size: int) -> None:
+        sent[kind, int(size)] += 1
+
+    monkeypatch.setattr(CommunicationCounts, "note", note)
+    trainer.step(batch)
+    trainer.close()
+    rows, times = ROWS // 2, 4 * 2  # of a microbatch; ranks and microbatches
+    one, labels = rows * TOKENS * GROUPS * WIDTH * 4, rows * TOKENS * 8
+    reduced = sum(n * size for (kind, size), n in sent.items() if kind == "all_reduce")
+    moved = Counter({key: n for key, n in sent.items() if key[0] != "all_reduce"})
+    assert moved == {
+        ("all_gather", one): times * 2 * LAYERS,
+        ("reduce_scatter", one): times * 2 * LAYERS,
+        ("all_gather", labels): times,
+    }
+    gradients = 4 * 4 * program.plan.model.parameters
+    assert gradients < reduced < 1.002 * gradients  # and losses and counts of targets
+
+
+def test_reported() -> None:
+    program = sharded("llama", "data 2 x context 2")
+    plan = Plan.loads(program.plan.dumps())
+    assert degrees(plan) == {(2, 1, 2)}
+    assert "dp2 cp2 zero1" in str(plan)
+    assert "2 context-parallel" in headline(plan)
+    assert plan.equivalence is not None
+    assert "gradients are summed over 2 parts of each sequence" in plan.equivalence.reasons
+    assert degrees(sharded("llama", "tensor 2 x context 2").plan) == {(1, 2, 2)}
+    assert '"context_parallel"' not in sharded("llama", "context 2", mesh="tp=2").plan.dumps()
+
+
+class Decoder(nn.Module):
+    """One layer whose sequences have a fixed length."""
+
+    def __init__(self, tokens: int = 16, heads: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(tokens, 16))
+        self.words = nn.Embedding(31, 16)
+        self.inner = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 31)
+        self.heads, self.dropout = heads, dropout
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) + self.places
+        parts = self.inner(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        found = nn.functional.scaled_dot_product_attention(
+            *parts.unbind(), is_causal=True, dropout_p=self.dropout
+        )
+        return self.out(x + found.transpose(1, 2).flatten(2))
+
+
+def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The mean over counted targets."""
+    return nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=3)
+
+
+def decoder(tokens: int = 16, mesh: str = "cp=2", dropout: float = 0.0) -> Program:
+    """The layer on a mesh, with targets that are not counted on one rank more than on others."""
+    torch.manual_seed(0)
+    ids = torch.randint(4, 31, (4, tokens))
+    target = ids.roll(-1, 1)
+    target[:, : tokens // 2 - 1] = 3
+    return fxpart.compile(
+        Decoder(tokens, dropout=dropout), "local:4", example_inputs=(ids, target), loss=loss,
+        microbatches=2, constraints={"mesh": mesh, "stages": 1}, optimizer="adamw",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=4", "dp=2,cp=2"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_fixed_length_and_uncounted_targets(mesh: str, dropout: float) -> None:
+    program = decoder(mesh=mesh, dropout=dropout)
+    assert {context for _, _, context in degrees(program.plan)} == {int(mesh[-1])}
+    assert ("attention_rows" in program.sources[0]) == (dropout == 0)
+    found = verify(program, steps=3)
+    assert found.passed and found.largest <= 1e-6
+
+
+def test_without_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernels, "_find_kernel", lambda *_: "")
+    found = verify(decoder(), steps=3)
+    assert found.passed and found.largest <= 1e-6
+
+
+@pytest.mark.parametrize("mesh", ["cp=5", "cp=8"])
+def test_sequences_that_do_not_divide(mesh: str) -> None:
+    with pytest.raises(FxpartError, match="does not divide sequences of 12 tokens"):
+        base("llama").program.replan("local:8", constraints={"mesh": mesh, "stages": 1})
+
+
+def test_a_model_without_attention() -> None:
+    with pytest.raises(FxpartError, match="no attention whose queries"):
+        fxpart.compile(
+            nn.Linear(8, 8), "local:2", example_inputs=(torch.randn(4, 8), torch.randn(4, 8)),
+            loss=nn.functional.mse_loss, constraints={"mesh": "cp=2", "stages": 1},
+        )  # fmt: skip
+
+
+def test_a_batch_with_other_lengths() -> None:
+    trainer = sharded("llama", "context 2").trainer()
+    longer = {name: tensor.repeat(1, 2) for name, tensor in base("llama").batch.items()}
+    trainer.step(longer)
+    shorter = {name: tensor[:, :9] for name, tensor in base("llama").batch.items()}
+    with pytest.raises(FxpartError, match="FXP105"):
+        trainer.step(shorter)
+    trainer.close()
