@@ -101,10 +101,10 @@ class Communicator(ABC):
     """One mesh rank's communicator. The ``start_`` forms of the collectives do not wait.
 
     A backend implements ``_reduce``, ``_gather``, ``_scatter`` and ``_exchange`` on flat,
-    contiguous tensors. An input must not change between a start and the end of its wait. mesh,
+    contiguous tensors. An input must not change between a start and the end of its wait.
     mesh, mesh_rank: the mesh and this rank in it. counts: see :class:`CommunicationCounts`. fake:
-    there are no other ranks, and only shapes matter. slowest: this rank does as much as the one with
-    the most work. ahead: gathers the parameters of the stage module that is called now
+    there are no other ranks, and only shapes matter. slowest: this rank does as much as the one
+    with the most work. ahead: gathers the parameters of the stage module that is called now
     (:class:`~fxpart.collectives.gather_prefetch.ForwardGathers`). blocks_ahead: for how many blocks
     it does so before their use. scatters: takes the gradients of sharded parameters in the backward
     that runs now.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING
 
 from torch import fx
 
 from fxpart.annotations.entry_syntax import read_placements, read_strategies
+from fxpart.codegen.mesh_programs.sharded_graph import propagate_annotations
 from fxpart.compiler.attention_ops import ROWS, list_attentions
 from fxpart.compiler.tensor_sizes import expression, hint
 from fxpart.errors import error
+from fxpart.passes.rules import rule_of
 from fxpart.plan.constraint_table import CONTEXT_AXIS
 from fxpart.sharding import REPLICATE, Mesh, Shard
 
@@ -77,3 +81,26 @@ def _is_named(given: Mapping[str, str]) -> bool:
         CONTEXT_AXIS in (read_strategies if key.startswith("op:") else read_placements)(text)
         for key, text in given.items()
     )
+
+
+@dataclass(frozen=True)
+class PlacedSequences:
+    """A prepared graph whose sequences are sharded over several ranks, for estimates."""
+
+    graph: fx.GraphModule
+    captured: CapturedModel
+
+    @property
+    def tokens(self) -> int:
+        """The common divisor of the lengths of all sequences with attention; 0 without any."""
+        found = list_attentions(self.graph.graph)
+        rules = map(rule_of, found)
+        if not all(rule is not None and ROWS in rule.factors for rule in rules):
+            return 0
+        return gcd(*(hint(node.meta["val"].shape[-2]) for node in found))
+
+    def place(self, ranks: int) -> fx.GraphModule:
+        """Return the graph on a mesh of so many ranks, with all placements."""
+        mesh = Mesh(((CONTEXT_AXIS, ranks),))
+        seeds = shard_sequences(self.graph.graph, self.captured, mesh, {})
+        return propagate_annotations(self.graph, mesh, seeds, {}, close=True)

@@ -16,9 +16,10 @@ from torch import fx
 
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
-from fxpart.plan.constraint_table import QUEUE
+from fxpart.plan.constraint_table import CONTEXT_AXIS, QUEUE
 from fxpart.plan.model import Alternative, Certificate, Plan, PlanModel
 from fxpart.planner.constraints import constrains_cuts
+from fxpart.planner.context_parallelism import PlacedSequences
 from fxpart.planner.device_assignment import StageAssignment, assign_devices, order_of
 from fxpart.planner.execution_mode import ASYNC, as_synchronous
 from fxpart.planner.families.schedule_selection import with_cut_schedules
@@ -100,8 +101,10 @@ def build_joint_problem(
     space: by default everything that can be trained: equal degrees for all stages.
     """
     allowed = space or make_trainable_space(captured, request.mode)
-    if levels := _requested_zero_levels(request):
+    if levels := _list_fixed(request, "zero"):
         allowed = replace(allowed, zero=levels)  # also levels that another one dominates
+    if ranks := _list_fixed(request, CONTEXT_AXIS):
+        allowed = replace(allowed, context=ranks)  # also for short sequences
     schedules = _schedules(request, priced=space is None)
     return joint_problem(
         graph,
@@ -115,6 +118,7 @@ def build_joint_problem(
         weights=request.weights if ASYNC in schedules else STASH,
         space=allowed,
         transfer_dtype=request.transfer_dtype,
+        sequences=PlacedSequences(graph, captured),
     )
 
 
@@ -133,10 +137,10 @@ def _schedules(request: PlanRequest, *, priced: bool) -> tuple[str, ...]:
     return tuple(word for word in words if word in list_closed_forms())
 
 
-def _requested_zero_levels(request: PlanRequest) -> tuple[int, ...]:
-    """Return the ZeRO levels that the user fixed."""
+def _list_fixed(request: PlanRequest, key: str) -> tuple[int, ...]:
+    """Return the numbers to which the user fixed a decision."""
     constraints = parse_constraints(request.constraints)
-    return tuple(n for w in constraints if (w.kind, w.key) == ("fix", "zero") for n in w.numbers)
+    return tuple(n for w in constraints if (w.kind, w.key) == ("fix", key) for n in w.numbers)
 
 
 def make_trainable_space(captured: CapturedModel, mode: str = "sync") -> SearchSpace:
@@ -152,6 +156,7 @@ def make_trainable_space(captured: CapturedModel, mode: str = "sync") -> SearchS
         data=tuple(d for d in range(1, batch + 1) if batch % d == 0) if free else (1,),
         tensor=None if free else (1,),
         expert=None if free and mode == "sync" else (1,),
+        context=None if free and mode == "sync" else (1,),
         zero=(0, 1, 2, 3) if mode == "sync" else (0,),
         recompute=RECOMPUTE_MODES if mode == "sync" and captured.training else ("none",),
         uniform=True,
@@ -238,8 +243,9 @@ def _split(
     """
     groups: dict[object, list[ParallelOption]] = {}
     for index, option in enumerate(problem.options):
-        data, tensor, expert, *_ = degrees(problem, index)
-        groups.setdefault((data, tensor, expert, levels and option.zero > 0), []).append(option)
+        data, tensor, expert, _, _, context = degrees(problem, index)
+        key = (data, tensor, expert, context, levels and option.zero > 0)
+        groups.setdefault(key, []).append(option)
     if world is None and len(groups) > _MESHES:
         yield problem
         return
@@ -276,9 +282,10 @@ def make_proposal(
     problem: JointProblem, choice: JointChoice, pace: Callable[[float], float] | None = None
 ) -> MeshProposal:
     """Return the mesh of a choice whose stages have equal degrees. pace: as in choose_degrees."""
-    data, tensor, expert, zero = uniform_degrees(problem, choice.options[0])
+    data, tensor, expert, zero, context = uniform_degrees(problem, choice.options[0])
     assert expert in (1, data), "the search space has trainable plans only"
-    axes = [f"{name}={size}" for name, size in (("dp", data), ("tp", tensor)) if size > 1]
+    sizes = (("dp", data), ("tp", tensor), (CONTEXT_AXIS, context))
+    axes = [f"{name}={size}" for name, size in sizes if size > 1]
     seconds = evaluate(problem, choice).seconds
     busy = average_computing_stages(len(choice.options), choice.microbatches)
     width = count_option_devices(problem, problem.options[choice.options[0]])
@@ -314,11 +321,13 @@ def make_degree_certificate(
     status = solution.status if bound == min(solution.bound, objective) else "best found"
     assert status in ("optimal", "within gap", "best found"), "there is a choice"
     counts = ", ".join(map(str, problem.microbatches))
-    found = sorted({degrees(problem, i)[:4] for i in range(len(problem.options))})
-    words = ", ".join(f"{d}x{t}" for d, t in dict.fromkeys((d, t) for d, t, _, _ in found))
-    if spread := sorted({e for _, _, e, _ in found if e > 1}):
+    found = sorted({uniform_degrees(problem, i) for i in range(len(problem.options))})
+    words = ", ".join(f"{d}x{t}" for d, t in dict.fromkeys((d, t) for d, t, *_ in found))
+    if shared := sorted({c for *_, c in found if c > 1}):
+        words += f", sequences over {', '.join(map(str, shared))} ranks or one"
+    if spread := sorted({e for _, _, e, *_ in found if e > 1}):
         words += f", experts over {', '.join(map(str, spread))} data-parallel ranks or none"
-    levels = ", ".join(map(str, sorted({zero for *_, zero in found})))
+    levels = ", ".join(map(str, sorted({zero for *_, zero, _ in found})))
     schedules = ", ".join(problem.schedules)
     if ASYNC in problem.schedules:
         schedules += f" (weights {problem.weights}, weight prediction not included)"
@@ -395,15 +404,16 @@ def with_degrees(request: PlanRequest) -> dict[str, int | float | str | bool]:
     if request.open:
         return dict(request.constraints)
     axes = dict(request.mesh.axes)
-    if others := sorted(set(axes) - {"dp", "tp"}):
+    if others := sorted(set(axes) - {"dp", "tp", CONTEXT_AXIS}):
         raise error(
             "FXP109",
             where=f"mesh {request.mesh}",
             why=f"block costs are not available on a mesh with the axis {others[0]}, so that cuts "
             "cannot be constrained and --space all cannot be searched",
-            fix="use a mesh of dp and tp, or remove the constraint",
+            fix="use a mesh of dp and tp or cp, or remove the constraint",
         )
-    return {**request.constraints, "dp": axes.get("dp", 1), "tp": axes.get("tp", 1)}
+    sequences = {CONTEXT_AXIS: axes[CONTEXT_AXIS]} if CONTEXT_AXIS in axes else {}
+    return {**request.constraints, "dp": axes.get("dp", 1), "tp": axes.get("tp", 1), **sequences}
 
 
 def _check_proposable(request: PlanRequest) -> None:

@@ -130,7 +130,7 @@ def _stage(
     ranks: tuple[int, ...],
     parameters: Sequence[int],
 ) -> Stage:
-    data, tensor, expert, _, _ = degrees(problem, stage.option)
+    data, tensor, expert, _, _, context = degrees(problem, stage.option)
     option = problem.options[stage.option]
     blocks = [b for first, last in stage.pieces for b in range(first, last + 1)]
     return Stage(
@@ -142,6 +142,7 @@ def _stage(
         data_parallel=data,
         tensor_parallel=tensor,
         expert_parallel=expert,
+        context_parallel=context,
         zero=option.zero,
         recompute=option.recompute,
         device=problem.pools[option.pool].name,
@@ -151,12 +152,16 @@ def _stage(
 
 
 def _mesh(problem: JointProblem, choice: JointChoice) -> dict[str, int]:
-    used = {degrees(problem, option)[:2] for option in choice.options}
+    used = {
+        (data, tensor, context)
+        for data, tensor, *_, context in (degrees(problem, option) for option in choice.options)
+    }
     whole = {"pipeline": len(choice.options)}
     if len(used) > 1:
         return whole
-    data, tensor = used.pop()
-    return {**whole, "data": data, "tensor": tensor}
+    data, tensor, context = used.pop()
+    more = {"context": context} if context > 1 else {}
+    return {**whole, "data": data, "tensor": tensor, **more}
 
 
 def _ties(problem: JointProblem, found: JointEvaluation) -> tuple[PlanTiedParameter, ...]:

@@ -151,11 +151,11 @@ def _pool(problem: JointProblem, option: int) -> str:
     return problem.pools[problem.options[option].pool].name
 
 
-def _decided(plan: Plan, index: int) -> tuple[int, int, int, int, str]:
+def _decided(plan: Plan, index: int) -> tuple[int, int, int, int, str, int]:
     stage = plan.stages[index]
     return (
         stage.data_parallel, stage.tensor_parallel, stage.expert_parallel, stage.zero,
-        stage.recompute,
+        stage.recompute, stage.context_parallel,
     )  # fmt: skip
 
 
@@ -244,8 +244,9 @@ def _stages(first: int, last: int) -> str:
 
 
 def _option(problem: JointProblem, index: int) -> str:
-    data, tensor, expert, zero, recompute = degrees(problem, index)
+    data, tensor, expert, zero, recompute, context = degrees(problem, index)
     words = [f"dp {data}", f"tp {tensor}"]
+    words += [f"cp {context}"] if context > 1 else []
     words += [f"ep {expert}"] if expert > 1 else []
     words += [f"ZeRO-{zero}"] if zero else []
     words += [f"{recompute} recompute"] if recompute != "none" else []

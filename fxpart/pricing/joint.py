@@ -24,7 +24,7 @@ from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.errors import error
 from fxpart.pricing.device_limits import RESERVE
 from fxpart.pricing.joint_device_pools import ReplicaCollectiveTimes, device_pools
-from fxpart.pricing.joint_layouts import ModelBlocks, ModelLayouts
+from fxpart.pricing.joint_layouts import ModelBlocks, ModelLayouts, SequencePlacements
 from fxpart.pricing.joint_microbatch_costs import MicrobatchCosts
 from fxpart.pricing.joint_microbatches import MicrobatchRows
 from fxpart.pricing.joint_options import StageOptionEnumerator
@@ -54,6 +54,7 @@ def joint_problem(
     weights: str = STASH,
     space: SearchSpace | None = None,
     transfer_dtype: str = "",
+    sequences: SequencePlacements | None = None,
 ) -> tuple[JointProblem, dict[str, str]]:
     """Return the joint problem of an annotated graph on a cluster, and the sources of its costs.
 
@@ -61,7 +62,8 @@ def joint_problem(
     batch_size: rows per step. microbatches: a number, or None to let the solver choose. optimizer:
     as for :func:`fxpart.compat.optimizer_choice.choose`. weights: weight mode of the schedule
     "async". space: the allowed choices. transfer_dtype: dtype in which float32 is sent between
-    stages, "" for no conversion. Raises FXP105 (the batch cannot be split), FXP109 (an argument),
+    stages, "" for no conversion. sequences: the graph's placements under context parallelism; None
+    excludes it. Raises FXP105 (the batch cannot be split), FXP109 (an argument),
     FXP201 (no blocks) and FXP403 (no link).
     """
     costs = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
@@ -81,7 +83,7 @@ def joint_problem(
     lines = ReplicaCollectiveTimes(
         costs, max(NonOpCosts.of(costs, pool.sample).copying for pool in pools)
     )
-    layouts = ModelLayouts(model, costs, pools, lines, rows, allowed)
+    layouts = ModelLayouts(model, costs, pools, lines, rows, allowed, sequences)
     works = MicrobatchCosts(layouts)
     options = StageOptionEnumerator(layouts, works, allowed).all()
     problem = JointProblem(

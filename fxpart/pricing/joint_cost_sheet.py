@@ -68,6 +68,11 @@ class BlockLayout:
         del node
         return whole
 
+    def shared(self, node: fx.Node, whole: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        """Return the rank's part of a value that other blocks use, by default all of it."""
+        del node
+        return whole
+
     def storage(self, storage: SavedStorage) -> Size:
         """Return the rank's bytes of a saved storage."""
         return storage.size
@@ -147,10 +152,14 @@ class _LocalSizes:
         return self.sizes.number(self.sheet.cut.storage(storage))
 
     def output(self, output: BlockOutput) -> int:
-        return self.sizes.number(output.size)
+        return self._shared(output.node)
+
+    def _shared(self, node: fx.Node) -> int:
+        whole = self.sheet.cut.shared(node, self.sheet.samples.specs.tensors(node))
+        return sum(self.sizes.number(tensor_bytes(tensor)) for tensor in whole)
 
     def result(self, node: fx.Node) -> int:
-        whole = self.sheet.samples.specs.tensors(node)
+        whole = self.sheet.cut.shared(node, self.sheet.samples.specs.tensors(node))
         if node in self.sheet.products:
             whole = self.sheet.products[node].outputs
         return sum(self.sizes.number(tensor_bytes(tensor)) for tensor in whole)

@@ -91,6 +91,10 @@ class ExpertParallelLayout(BlockLayout):
             return tuple(map(self._part, found))
         return found
 
+    def shared(self, node: fx.Node, whole: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        """Return the rank's part of a value that other blocks use."""
+        return self._inner.shared(node, whole)
+
     def storage(self, storage: SavedStorage) -> Size:
         """Return the rank's bytes of a saved storage."""
         return self._inner.storage(storage)

@@ -5,27 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import fx
 
+from fxpart.compiler import MESH_KEY
 from fxpart.pricing.joint_block_kinds import find_kinds
+from fxpart.pricing.joint_context import ContextParallelLayout
 from fxpart.pricing.joint_cost_sheet import BlockCostSheet, BlockLayout, SampleOps
 from fxpart.pricing.joint_device_pools import DevicePool, ReplicaCollectiveTimes
 from fxpart.pricing.joint_experts import ExpertParallelLayout, find_mixtures
 from fxpart.pricing.joint_microbatches import MicrobatchRows
 from fxpart.pricing.joint_ops import OpPrices
 from fxpart.pricing.joint_sample_graph import samples
-from fxpart.pricing.joint_space import SearchSpace, expert_degrees, tensor_degrees
+from fxpart.pricing.joint_space import (
+    SearchSpace,
+    context_degrees,
+    expert_degrees,
+    tensor_degrees,
+)
 from fxpart.pricing.joint_tensor import (
     TensorLayoutContext,
     TensorLayoutSolver,
     TensorParallelLayout,
 )
 from fxpart.pricing.non_op_costs import NonOpCosts
+from fxpart.pricing.placement_edges import ReshardCosts
 from fxpart.pricing.placements import state_costs
 from fxpart.pricing.specs import Specs
 from fxpart.pricing.weights import trained_names, weights
+from fxpart.sharding import Mesh
 from fxpart.solver.joint.problem import JointTiedParameter, ParallelLayout, ParameterFootprint
 
 if TYPE_CHECKING:
@@ -35,6 +44,22 @@ if TYPE_CHECKING:
     from fxpart.solver.problem import Weight
 
 _STEP = 32  # most microbatches per step for which placements are selected
+
+
+Degrees = tuple[int, int, int]  # ranks that share a block, expert degree, context degree
+
+
+class SequencePlacements(Protocol):
+    """Placements of a graph under context parallelism."""
+
+    @property
+    def tokens(self) -> int:
+        """The common divisor of the lengths of all sequences with attention; 0 without any."""
+        ...
+
+    def place(self, ranks: int) -> fx.GraphModule:
+        """Return the graph on a mesh of so many ranks, with all placements."""
+        ...
 
 
 class ModelBlocks:
@@ -57,7 +82,7 @@ class ModelBlocks:
 
 
 class ModelLayouts:
-    """One model under all degrees. sheets: by (tensor, expert)."""
+    """One model under all degrees. sheets: by (ranks that share a block, expert, context)."""
 
     def __init__(
         self,
@@ -67,8 +92,12 @@ class ModelLayouts:
         lines: ReplicaCollectiveTimes,
         rows: MicrobatchRows,
         space: SearchSpace,
+        sequences: SequencePlacements | None = None,
     ) -> None:
-        """Select placements for each tensor degree, distribute experts for each expert degree."""
+        """Select placements for each tensor degree, distribute experts for each expert degree.
+
+        sequences: placements for each context degree.
+        """
         self.model, self.pools, self.lines = model, pools, lines
         self.rows, self.space = rows, space
         self.kinds = model.kinds
@@ -79,8 +108,8 @@ class ModelLayouts:
             cut = self._cut(tensor)
             if cut.cuts:
                 cuts[tensor] = cut
-        self.sheets: dict[tuple[int, int], BlockCostSheet] = {
-            (tensor, expert): self._sheet(
+        self.sheets: dict[Degrees, BlockCostSheet] = {
+            (tensor, expert, 1): self._sheet(
                 cut
                 if expert == 1
                 else ExpertParallelLayout(cut, expert, model.mixtures, model.specs),
@@ -88,15 +117,20 @@ class ModelLayouts:
             for tensor, cut in cuts.items()
             for expert in self._expert_degrees()
         }
+        if sequences is not None:
+            for context in self._context_degrees(sequences.tokens):
+                shared = self._share(context, sequences.place(context))
+                self.sheets[context, 1, context] = self._sheet(shared)
 
     @cached_property
     def all(self) -> tuple[ParallelLayout, ...]:
         """Return the parameter bytes of every layout."""
-        return tuple(self._layout(*degrees) for degrees in sorted(self.sheets))
+        return tuple(map(self._layout, sorted(self.sheets)))
 
     def sheet(self, layout: int) -> BlockCostSheet:
         """Return the costs of a layout."""
-        return self.sheets[self.all[layout].tensor, self.all[layout].expert]
+        found = self.all[layout]
+        return self.sheets[found.tensor, found.expert, found.context]
 
     def _tensor_degrees(self) -> list[int]:
         """Return the degrees above one for which some pool has devices."""
@@ -113,6 +147,29 @@ class ModelLayouts:
         }
         return sorted(degrees)
 
+    def _context_degrees(self, tokens: int) -> list[int]:
+        """Return the degrees above one for sequences of ``tokens``; none without attention."""
+        requested = self.space.context
+        degrees = {
+            c
+            for place in self.pools
+            for c in requested or context_degrees(tokens, place.pool.host, place.pool.devices)
+            if 1 < c <= place.pool.devices and tokens and tokens % c == 0
+        }
+        return sorted(degrees)
+
+    def _share(self, ranks: int, placed: fx.GraphModule) -> ContextParallelLayout:
+        """Return the part of each of ``ranks`` ranks that share sequences."""
+        place = next(p for p in self.pools if p.pool.devices >= ranks)
+        ring = self.lines.ring(place, ranks, 1)
+        copying = NonOpCosts.of(self.prices.model, place.sample).copying
+        mesh: Mesh = placed.meta[MESH_KEY]
+        reshards = ReshardCosts(mesh, self.prices.model, lambda _: ring, copying)
+        return ContextParallelLayout(
+            self.model.graph, placed, self.kinds, self.model.specs,
+            self.rows.at(self._rows_of_cuts), reshards.list_collectives,
+        )  # fmt: skip
+
     def _expert_degrees(self) -> tuple[int, ...]:
         """Return the degrees that divide the experts of every mixture; 1 where there are none."""
         number = gcd(*self.model.mixtures.numbers) if self.model.mixtures.numbers else 0
@@ -126,7 +183,9 @@ class ModelLayouts:
     @property
     def note(self) -> str:
         """Describe the source of the costs of tensor parallelism."""
-        degrees = ", ".join(str(t) for t in sorted({t for t, _ in self.sheets}) if t > 1)
+        degrees = ", ".join(
+            str(t) for t in sorted({t for t, _, c in self.sheets if c == 1}) if t > 1
+        )
         return (
             f"degrees {degrees}: placements of one block of each kind selected by the solver, "
             "values between blocks replicated"
@@ -170,9 +229,10 @@ class ModelLayouts:
     def _cutter(self) -> TensorLayoutSolver:
         return TensorLayoutSolver(samples(self.kinds))
 
-    def _layout(self, tensor: int, expert: int) -> ParallelLayout:
+    def _layout(self, degrees: Degrees) -> ParallelLayout:
         """Return the bytes on a rank; separately for experts where they are distributed."""
-        cut = self.sheets[tensor, expert].cut
+        tensor, expert, context = degrees
+        cut = self.sheets[degrees].cut
         experts = self.model.mixtures.weights if expert > 1 else frozenset()
 
         def parts(weight: Weight, size: int) -> int:
@@ -181,8 +241,9 @@ class ModelLayouts:
         return ParallelLayout(
             tensor=tensor,
             expert=expert,
-            dense=self._state(tensor, expert, lambda w: w.name not in experts),
-            experts=self._state(tensor, expert, lambda w: w.name in experts) if experts else None,
+            context=context,
+            dense=self._state(degrees, lambda w: w.name not in experts),
+            experts=self._state(degrees, lambda w: w.name in experts) if experts else None,
             buffer=tuple(
                 sum(parts(w, w.weight) for w in b.own if w.buffer) for b in self.kinds.samples
             ),
@@ -191,9 +252,9 @@ class ModelLayouts:
             tie_optimizer=tuple(parts(w, w.optimizer) for w in self.model.tied),
         )
 
-    def _state(self, tensor: int, expert: int, of: Callable[[Weight], bool]) -> ParameterFootprint:
+    def _state(self, degrees: Degrees, of: Callable[[Weight], bool]) -> ParameterFootprint:
         """Return parameter bytes by kind of block; tied ones update with their first block."""
-        cut = self.sheets[tensor, expert].cut
+        cut = self.sheets[degrees].cut
         rows: dict[str, list[int]] = {"weight": [], "gradient": [], "optimizer": []}
         unsent = []
         for block in self.kinds.samples:
@@ -204,7 +265,7 @@ class ModelLayouts:
             unsent.append(sum(w.gradient - w.rows // 2 for w in local_weights if w.sparse))
         step = []
         for place in self.pools:
-            ring = self.lines.ring(place, tensor, 1)
+            ring = self.lines.ring(place, degrees[0], 1)
             line = self.lines.line("partial", "replicate", ring)
             own = NonOpCosts.of(self.prices.model, place.sample)
             seconds = []

@@ -81,7 +81,7 @@ class StageOptionEnumerator:
     def _modes(self) -> tuple[Recompute, ...]:
         """Return the recompute modes that free something, or all that are allowed."""
         useful: list[Recompute] = ["none"]
-        sheet, sizes = self.layouts.sheets[1, 1], self.rows.reference
+        sheet, sizes = self.layouts.sheets[1, 1, 1], self.rows.reference
         if any(modes["selective"].skipped for modes in sheet.recomputed(sizes)):
             useful.append("selective")
         if any(sheet.full.any() for sheet in self.layouts.sheets.values()):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SMALL = 16  # number of devices up to which every degree is tried
 MOST_TENSOR = 64  # largest tensor degree that is tried on more devices
+LONG = 8192  # tokens from which sequences are sharded without request
 MOST_COUNTS = 32  # most microbatch counts of a large batch
 
 
@@ -23,15 +24,16 @@ MOST_COUNTS = 32  # most microbatch counts of a large batch
 class SearchSpace:
     """The allowed choices; None means the planner's default for the cluster and the model.
 
-    tensor: ranks that share each block. data: replicas of a stage. expert: replicas over which the
-    experts of a mixture are distributed; with ``all_replicas``, over all or none. zero: levels 0 to
-    3; recompute: modes. uniform: every stage has equal degrees. max_stages: None for as many as
-    there are devices and blocks. microbatches: counts. most_options: options of a stage, of all
-    pools together; where there are more, the data degrees farthest from powers of two are removed
-    first.
+    tensor: ranks that share each block. context: ranks that share sequences. data: replicas of a
+    stage. expert: replicas over which the experts of a mixture are distributed; with
+    ``all_replicas``, over all or none. zero: levels 0 to 3; recompute: modes. uniform: every stage
+    has equal degrees. max_stages: None for as many as there are devices and blocks. microbatches:
+    counts. most_options: options of a stage, of all pools together; where there are more, the data
+    degrees farthest from powers of two are removed first.
     """
 
     tensor: tuple[int, ...] | None = None
+    context: tuple[int, ...] | None = None
     data: tuple[int, ...] | None = None
     expert: tuple[int, ...] | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
@@ -44,7 +46,7 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         """Raise FXP109 for an invalid degree, level or mode."""
-        degrees = (self.tensor, self.data, self.expert, self.microbatches)
+        degrees = (self.tensor, self.context, self.data, self.expert, self.microbatches)
         numbers = [n for row in degrees for n in row or (1,)]
         wrong = [n for n in numbers if n < 1] + [z for z in self.zero if z not in range(4)]
         modes = [mode for mode in self.recompute if mode not in RECOMPUTE_MODES]
@@ -70,6 +72,16 @@ def tensor_degrees(host: int, devices: int) -> tuple[int, ...]:
     most = min(host, MOST_TENSOR)
     powers = {1 << k for k in range(most.bit_length())}
     return tuple(t for t in range(1, most + 1) if host % t == 0 or t in powers)
+
+
+def context_degrees(tokens: int, host: int, devices: int) -> tuple[int, ...]:
+    """Return the degrees to try for sequences of ``tokens``: divisors, as for tensor parallelism.
+
+    1 for sequences shorter than ``LONG``, whose attention is a small part of the work.
+    """
+    if tokens < LONG:
+        return (1,)
+    return tuple(c for c in tensor_degrees(host, devices) if tokens % c == 0)
 
 
 def data_degrees(devices: int) -> tuple[int, ...]:

@@ -143,7 +143,7 @@ class TensorParallelLayout(BlockLayout):
         shared = storage.shared and storage.maker not in self._samples.free
         if shared or not all(c is not None and self._part(c, storage.number) for c in copies):
             return storage.size
-        return _divided(storage.size, self.parts)
+        return divide_size(storage.size, self.parts)
 
     def _part(self, node: fx.Node, number: int) -> bool:
         found, option = self._tensor_of_storage.get((node, number)), self._chosen.get(node)
@@ -168,9 +168,9 @@ class TensorParallelLayout(BlockLayout):
             return tensor
         shape = list(tensor.shape)
         if isinstance(place.outer, str) or place.outer == 1:
-            shape[place.dim] = _divided(shape[place.dim], self.parts)
+            shape[place.dim] = divide_size(shape[place.dim], self.parts)
         else:
-            shape[place.dim] = place.outer * _divided(shape[place.dim], self.parts * place.outer)
+            shape[place.dim] = place.outer * divide_size(shape[place.dim], self.parts * place.outer)
         return TensorSpec(tuple(shape), tensor.dtype, tensor.layout)
 
 
@@ -254,7 +254,7 @@ def _is_cut(placements: Placements) -> bool:
     return any(isinstance(place, Shard) for place in placements)
 
 
-def _divided(size: Size, parts: int) -> Size:
+def divide_size(size: Size, parts: int) -> Size:
     """Return the largest of ``parts`` parts; symbolic where the size is."""
     if isinstance(size, int):
         return -(-size // parts)

@@ -242,10 +242,10 @@ class OpFamilies:
             inputs = self._local(numbers.inputs, positions(node), option.takes)
             given = tuple(range(len(numbers.outputs)))
             outputs = self._local(numbers.outputs, given, option.gives)
+            name = name_local_form(rule, option.strategy, numbers.name)
             seconds = self._op(
                 OpSpec(
-                    _name_local(rule, option, numbers.name), inputs, outputs, numbers.attributes,
-                    numbers.gradients,
+                    name, inputs, outputs, numbers.attributes, numbers.gradients,
                     numbers.gradient_inputs,
                 )
             )  # fmt: skip
@@ -318,9 +318,9 @@ class OpFamilies:
         return seconds
 
 
-def _name_local(rule: ShardingRule | None, option: OpOption, name: str) -> str:
-    """Return the name of the op, or of its form without communication."""
-    factors = (factor_of(strategy)[0] for strategy in option.strategy)
+def name_local_form(rule: ShardingRule | None, strategy: Strategy, name: str) -> str:
+    """Return the name of an op's form without communication; ``name`` where it has none."""
+    factors = (factor_of(each)[0] for each in strategy)
     forms = [rule.forms[f] for f in factors if rule is not None and f in rule.local]
     return f"aten.{forms[0]}" if forms else name
 

@@ -117,6 +117,8 @@ KEPT: list[tuple[str, Any, Callable[[Plan], bool]]] = [
     ("tp", 2, lambda p: axis(p, "tp") == 2),
     ("tensor", 2, lambda p: axis(p, "tp") == 2),
     ("ep", 2, lambda p: axis(p, "ep") == 2),
+    ("cp", 2, lambda p: axis(p, "cp") == 2),
+    ("context", 2, lambda p: axis(p, "cp") == 2),
     ("expert", 2, lambda p: axis(p, "ep") == 2),
     ("forbid", "dp", lambda p: axis(p, "dp") == 1),
     ("forbid", "tp", lambda p: axis(p, "tp") == 1),

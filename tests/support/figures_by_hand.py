@@ -136,12 +136,14 @@ def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> di
     devices = [raw["cluster"]["devices"][used[rank]] for rank in ranks_of(entry["ranks"])]
     models = sorted({d["model"] for d in devices})
     one = devices[0]["name"] if len(devices) == 1 else f"{len(devices)} {'+'.join(models)}"
-    kept = ("data_parallel", "tensor_parallel", "expert_parallel", "zero", "recompute", "label",
+    kept = ("data_parallel", "tensor_parallel", "expert_parallel", "context_parallel", "zero",
+            "recompute", "label",
             "parameters")  # fmt: skip
     per = ("forward", "backward", "gather", "transfer")
     return {
         "stage": entry["stage"], "blocks": ",".join(f"{a}-{b}" for a, b in spans),
-        "ranks": entry["ranks"], "devices": one, **{name: stage[name] for name in kept}, **seconds,
+        "ranks": entry["ranks"], "devices": one, **{name: stage.get(name, 1) for name in kept},
+        **seconds,
         "microbatch_seconds": sum(entry[f"{name}_seconds"] for name in per),
         "step_only_seconds": sum(
             entry[f"{name}_seconds"] for name in ("sync", "tie", "optimizer", "overhead", "predict")

@@ -133,7 +133,7 @@ def _find_lost_sharding(degrees: PlanDegrees) -> list[str]:
         found.append("Replicas of tensor-parallel models: Accelerate shards their parameters.")
     if degrees.recompute == "selective" or (degrees.recompute == "full" and not degrees.zero):
         found.append(f"Recomputation {degrees.recompute!r}: the model's code calls it.")
-    return found + degrees.list_lost_experts()
+    return found + degrees.list_lost_experts() + degrees.list_lost_context()
 
 
 ACCELERATE = EngineSpec(

@@ -67,6 +67,7 @@ def _find_lost(degrees: PlanDegrees) -> list[str]:
     if degrees.recompute != "none" and (degrees.pipeline == 1 or degrees.recompute != "full"):
         found.append(f"Recomputation {degrees.recompute!r}: the model's code calls it.")
     found += degrees.list_lost_experts("pass ep_size to the MoE layers")
+    found += degrees.list_lost_context()
     if plan.precision == "fp8":
         found.append("8-bit linear layers.")
     found.append(f"The optimizer {plan.optimizer}: pass it to deepspeed.initialize.")

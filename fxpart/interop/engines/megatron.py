@@ -42,6 +42,8 @@ def write_megatron(degrees: PlanDegrees) -> EngineConfiguration:
         rows.append(["--seq-length", degrees.sequence])
     if degrees.expert > 1:
         rows.append(["--expert-model-parallel-size", degrees.expert])
+    if degrees.context > 1:
+        rows.append(["--context-parallel-size", degrees.context])
     rows += _find_stage_rows(degrees)
     rows += _find_memory_rows(degrees)
     if degrees.plan.precision in ("bf16", "fp8"):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fxpart.plan.constraint_table import CONTEXT_AXIS
 from fxpart.plan.model import Plan, Stage
 from fxpart.schedule.spec import SCHEDULES
 from fxpart.sharding.mesh import Mesh
@@ -28,6 +29,7 @@ class PlanDegrees:
     data: int
     tensor: int
     expert: int
+    context: int
     pipeline: int
     zero: int
     recompute: str
@@ -42,7 +44,7 @@ class PlanDegrees:
     @property
     def world(self) -> int:
         """The number of ranks of the engine."""
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.tensor * self.context * self.pipeline
 
     @property
     def rows(self) -> int:
@@ -75,6 +77,10 @@ class PlanDegrees:
             return []
         return [f"Expert parallelism of degree {self.expert}{f': {advice}' if advice else ''}."]
 
+    def list_lost_context(self) -> list[str]:
+        """Return the sentence of an engine without context parallelism."""
+        return [] if self.context == 1 else [f"Context parallelism of degree {self.context}."]
+
     def list_lost_boundaries(self) -> list[str]:
         """Return sentences on stage boundaries that engines with whole layers cannot express."""
         found = []
@@ -90,27 +96,27 @@ def find_degrees(plan: Plan, blocks: Sequence[str] = ()) -> PlanDegrees:
     """Return the plan's degrees. blocks: the names of the model's blocks, where they are known."""
     stages = [plan.stages[k] for k in plan.firsts]
     kept, _ = Counter(map(_degrees, stages)).most_common(1)[0]
-    data, tensor, expert, zero, recompute = kept
+    data, tensor, expert, context, zero, recompute = kept
     parts = data * plan.microbatches
     rows = max(1, plan.batch_size // parts)
     layers, inside = _find_layers(plan, blocks)
     return PlanDegrees(
-        plan=plan, data=data, tensor=tensor, expert=expert, pipeline=len(stages), zero=zero,
-        recompute=recompute, virtual=plan.virtual, microbatches=plan.microbatches,
+        plan=plan, data=data, tensor=tensor, expert=expert, context=context, pipeline=len(stages),
+        zero=zero, recompute=recompute, virtual=plan.virtual, microbatches=plan.microbatches,
         microbatch_rows=rows, layers=layers, inside=inside, sequence=_find_sequence(plan),
         lost=tuple(_find_lost(plan, stages, kept, rows * parts)),
     )  # fmt: skip
 
 
-def _degrees(stage: Stage) -> tuple[int, int, int, int, str]:
+def _degrees(stage: Stage) -> tuple[int, int, int, int, int, str]:
     return (
-        stage.data_parallel, stage.tensor_parallel, stage.expert_parallel, stage.zero,
-        stage.recompute,
+        stage.data_parallel, stage.tensor_parallel, stage.expert_parallel, stage.context_parallel,
+        stage.zero, stage.recompute,
     )  # fmt: skip
 
 
 def _find_lost(
-    plan: Plan, stages: Sequence[Stage], kept: tuple[int, int, int, int, str], rows: int
+    plan: Plan, stages: Sequence[Stage], kept: tuple[int, int, int, int, int, str], rows: int
 ) -> list[str]:
     """Return what of the plan an engine with one mesh and synchronous steps cannot express."""
     found = []
@@ -146,18 +152,19 @@ def _find_lost(
 
 
 def _find_lost_axes(plan: Plan) -> list[str]:
-    """Return a sentence for each axis of the mesh that is neither a data nor a tensor axis."""
+    """Return a sentence for each axis of the mesh that engines do not have."""
     axes = Mesh.parse(plan.sharding.mesh).axes if plan.sharding is not None else ()
     return [
         f"The mesh axis {name}={size}: its ranks count as tensor-parallel ones."
         for name, size in axes
-        if name not in ("dp", "tp") and size > 1
+        if name not in ("dp", "tp", CONTEXT_AXIS) and size > 1
     ]
 
 
-def _describe(degrees: tuple[int, int, int, int, str]) -> str:
-    data, tensor, expert, zero, recompute = degrees
+def _describe(degrees: tuple[int, int, int, int, int, str]) -> str:
+    data, tensor, expert, context, zero, recompute = degrees
     words = [f"dp{data}", f"tp{tensor}", f"zero{zero}", f"recompute {recompute}"]
+    words += [f"cp{context}"] if context > 1 else []
     return " ".join(words + ([f"ep{expert}"] if expert > 1 else []))
 
 

@@ -46,7 +46,7 @@ def _find_lost(degrees: PlanDegrees) -> list[str]:
     if degrees.tensor > 1:
         found.append(f"Tensor parallelism of degree {degrees.tensor}: apply parallelize_module to "
                      "the stage modules.")  # fmt: skip
-    found += degrees.list_lost_experts()
+    found += degrees.list_lost_experts() + degrees.list_lost_context()
     if degrees.recompute != "none":
         found.append(f"Recomputation {degrees.recompute!r}: wrap the layers in checkpoint().")
     if degrees.plan.precision != "fp32":

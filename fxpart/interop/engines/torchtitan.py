@@ -59,6 +59,8 @@ def _find_settings(degrees: PlanDegrees, schedule: str, has_csv: bool) -> Settin
         "expert_parallel_degree": degrees.expert,
         "pipeline_parallel_degree": degrees.pipeline,
     }
+    if degrees.context > 1:
+        parallelism["context_parallel_degree"] = degrees.context
     if pipelined:
         parallelism["pipeline_parallel_schedule"] = schedule
         parallelism["pipeline_parallel_microbatch_size"] = degrees.microbatch_rows

@@ -12,8 +12,8 @@ from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.schedule_costs import has_pieces
 
 Named = tuple[str, JointChoice]  # description of the difference, and the choice
-Degrees = tuple[int, int, int, int, str]  # as fxpart.solver.joint.objective.degrees has them
-_PLACE: dict[str, int] = {"tensor": 1, "expert": 2, "ZeRO": 3, "recompute": 4}
+Degrees = tuple[int, int, int, int, str, int]  # as fxpart.solver.joint.objective.degrees has them
+_PLACE: dict[str, int] = {"tensor": 1, "expert": 2, "ZeRO": 3, "recompute": 4, "context": 5}
 
 
 class OptionIndex:
@@ -34,15 +34,19 @@ class OptionIndex:
         """Return the same option with another number of data replicas."""
         old = degrees(self.problem, option)
         zero = old[3] if data > 1 else 0
-        return self.find(self.problem.options[option].pool, (data, *old[1:3], zero, old[4]))
+        return self.find(self.problem.options[option].pool, (data, *old[1:3], zero, *old[4:]))
 
     def changed(self, option: int, what: str, value: int | str) -> int | None:
         """Return the same option on as many devices, with another value of one decision."""
-        data, tensor, expert, zero, recompute = degrees(self.problem, option)
+        data, tensor, expert, zero, recompute, context = degrees(self.problem, option)
         if what == "tensor":
             if data * tensor % int(value):
                 return None
             data, tensor = data * tensor // int(value), int(value)
+        elif what == "context":
+            if data * context % int(value):
+                return None
+            data, context = data * context // int(value), int(value)
         elif what == "expert":
             expert = int(value)
         elif what == "ZeRO":
@@ -51,7 +55,8 @@ class OptionIndex:
             recompute = str(value)
         if data == 1:
             zero = 0
-        return self.find(self.problem.options[option].pool, (data, tensor, expert, zero, recompute))
+        wanted = (data, tensor, expert, zero, recompute, context)
+        return self.find(self.problem.options[option].pool, wanted)
 
 
 def one_decision(problem: JointProblem, choice: JointChoice) -> Iterator[Named]:
@@ -144,13 +149,13 @@ def _joined(options: OptionIndex, one: int, two: int) -> list[int]:
 
 def _halved(options: OptionIndex, option: int) -> list[int]:
     """Return options for half a stage: its own, half its replicas, or half its tensor degree."""
-    data, tensor, expert, zero, recompute = degrees(options.problem, option)
+    data, tensor, expert, zero, recompute, context = degrees(options.problem, option)
     pool = options.problem.options[option].pool
     found = [option]
     if data % 2 == 0:
         found.append(options.with_data(option, data // 2))  # type: ignore[arg-type]
     if tensor % 2 == 0:
-        found.append(options.find(pool, (data, tensor // 2, expert, zero, recompute)))  # type: ignore[arg-type]
+        found.append(options.find(pool, (data, tensor // 2, expert, zero, recompute, context)))  # type: ignore[arg-type]
     return list(dict.fromkeys(one for one in found if one is not None))
 
 

@@ -117,7 +117,7 @@ class JointArrays:
         every = np.arange(len(self.problem.options))
         if not self.problem.uniform:
             return [every]
-        alike: dict[tuple[int, int, int, int], list[int]] = {}
+        alike: dict[tuple[int, ...], list[int]] = {}
         for index in range(len(every)):
             alike.setdefault(uniform_degrees(self.problem, index), []).append(index)
         return [np.array(one, dtype=np.int64) for one in alike.values()]

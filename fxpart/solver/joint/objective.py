@@ -311,13 +311,15 @@ def _strayed(problem: JointProblem, choice: JointChoice) -> list[str]:
     return faults
 
 
-def degrees(problem: JointProblem, option: int) -> tuple[int, int, int, int, str]:
-    """Return (data, tensor, expert, ZeRO, recompute) of an option."""
+def degrees(problem: JointProblem, option: int) -> tuple[int, int, int, int, str, int]:
+    """Return (data, tensor, expert, ZeRO, recompute, context) of an option."""
     o = problem.options[option]
     layout = problem.layouts[o.layout]
-    return (o.data, layout.tensor, layout.expert, o.zero, o.recompute)
+    tensor = layout.tensor // layout.context
+    return (o.data, tensor, layout.expert, o.zero, o.recompute, layout.context)
 
 
-def uniform_degrees(problem: JointProblem, option: int) -> tuple[int, int, int, int]:
-    """Return what all stages share if the problem is uniform: (data, tensor, expert, ZeRO)."""
-    return degrees(problem, option)[:4]
+def uniform_degrees(problem: JointProblem, option: int) -> tuple[int, int, int, int, int]:
+    """Return what stages of a uniform problem share: (data, tensor, expert, ZeRO, context)."""
+    data, tensor, expert, zero, _, context = degrees(problem, option)
+    return data, tensor, expert, zero, context

@@ -70,6 +70,8 @@ class ParameterFootprint(_JointStruct, frozen=True, kw_only=True, forbid_unknown
 class ParallelLayout(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How ``tensor`` ranks share each block, and ``expert`` data replicas its experts.
 
+    context: the ranks of ``tensor`` that have parts of the sequences: 1 for none, or all.
+
     dense: parameters that every data replica has in full (gradients are reduced over all of them).
     experts: parameters of which each of ``expert`` replicas has a part (reduced over data / expert
     replicas), None if expert is 1 (then they are in ``dense``). buffer: bytes by kind. tie_weight,
@@ -80,6 +82,7 @@ class ParallelLayout(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fie
 
     tensor: int
     expert: int = 1
+    context: int = 1
     dense: ParameterFootprint
     experts: ParameterFootprint | None = None
     buffer: tuple[int, ...]

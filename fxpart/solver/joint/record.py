@@ -9,7 +9,7 @@ from fxpart.solver.joint.objective import JointScorer, degrees
 from fxpart.solver.joint.problem import JointChoice
 
 ALTERNATIVES = 8  # alternative choices in a solution
-Sort: TypeAlias = tuple[int, int, str, int, tuple[tuple[int, int, int, int, str], ...]]
+Sort: TypeAlias = tuple[int, int, str, int, tuple[tuple[int, int, int, int, str, int], ...]]
 
 
 class JointRecord:

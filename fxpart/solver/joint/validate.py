@@ -104,6 +104,8 @@ def _layouts(problem: JointProblem) -> Iterator[_Fault]:
         where = f"layouts[{index}]"
         if layout.tensor < 1 or layout.expert < 1:
             yield where, "A degree is less than 1."
+        if layout.context not in (1, layout.tensor):
+            yield where, "The context degree is neither 1 nor the tensor degree."
         yield from _row(f"{where}.buffer", layout.buffer, kinds)
         for name in ("tie_weight", "tie_gradient", "tie_optimizer"):
             yield from _row(f"{where}.{name}", getattr(layout, name), len(problem.ties))
