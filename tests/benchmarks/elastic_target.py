@@ -27,9 +27,9 @@ PAUSE = 0.02  # seconds a batch, so that a run of the benchmark has hundreds of 
 _restore = loader.restore_newest
 
 
-def _compared(trainer: Any, root: str | Path, *, random: bool = True) -> Any:
+def _compared(trainer: Any, root: str | Path, **options: Any) -> Any:
     """Restore, save what the ranks then have, and compare the two."""
-    found = _restore(trainer, root, random=random)
+    found = _restore(trainer, root, **options)
     checkpoint, _ = found
     run = Path(root).parent
     proof = run / f"proof-{checkpoint.manifest.step}-{trainer.transport.ranks}"
