@@ -8,7 +8,7 @@ kernel, and are combined by their logsumexp (as in ring attention, Liu et al., I
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,12 +44,16 @@ def attention_rows(
     if mesh.slowest:  # the last rank reads the most keys
         start = size - length
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    found: torch.Tensor = _AttentionRows.apply(query, key, value, (start,), factor)  # type: ignore[no-untyped-call]
+    run = attend_rows if mesh.fake else _attend_rows_at_once
+    found: torch.Tensor = _AttentionRows.apply(query, key, value, (start,), factor, run)  # type: ignore[no-untyped-call]
     return found
 
 
 class _AttentionRows(torch.autograd.Function):
-    """Causal attention of blocks of queries; saves the output and the logsumexp of each query."""
+    """Causal attention of blocks of queries; saves the output and the logsumexp of each query.
+
+    run: :func:`attend_rows`, or one op, whose result selective recomputation can store.
+    """
 
     @staticmethod
     def forward(
@@ -59,8 +63,9 @@ class _AttentionRows(torch.autograd.Function):
         value: torch.Tensor,
         starts: tuple[Size, ...],
         scale: float,
+        run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        output, sums = attend_rows(query, key, value, starts, scale)
+        output, sums = run(query, key, value, starts, scale)
         ctx.how = starts, scale
         ctx.save_for_backward(query, key, value, output, sums)
         return output
@@ -68,7 +73,24 @@ class _AttentionRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*attend_rows_backward(gradient, *ctx.saved_tensors, *ctx.how), None, None)
+        return (*attend_rows_backward(gradient, *ctx.saved_tensors, *ctx.how), None, None, None)
+
+
+@torch.library.custom_op("fxpart::attend_rows", mutates_args=())
+def _attend_rows_at_once(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: Sequence[int], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run :func:`attend_rows` as one op."""
+    output, sums = attend_rows(query, key, value, starts, scale)
+    return output, sums
+
+
+@_attend_rows_at_once.register_fake
+def _make_fake_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: Sequence[int], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return output, query.new_empty(query.shape[:-1], dtype=_sum_dtype(query))
 
 
 def attend_rows(

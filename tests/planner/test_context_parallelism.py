@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from context_programs import planned, train_measured
 from ranks import Pool
 from sharded_models import TENSOR
 from sharded_ranks import as_seen, train, written
@@ -194,3 +197,52 @@ def test_a_batch_with_other_lengths() -> None:
     with pytest.raises(FxpartError, match="FXP105"):
         trainer.step(shorter)
     trainer.close()
+
+
+def estimates(mesh: str, **constraints: int | str) -> Program:
+    """The program on a mesh where one host has eight devices."""
+    given = {"mesh": mesh, "stages": 1, **constraints}
+    return base("llama").program.replan("local:8", microbatches=2, constraints=given)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_estimates_agree_with_exact_prices(ranks: int) -> None:
+    """Where the degree is fixed, the joint problem has it, priced like the lowered program."""
+    program = base("llama").program.replan(
+        "local:8", microbatches=2, constraints={"cp": ranks, "dp": 1, "stages": 1}
+    )
+    plan = program.plan
+    assert degrees(plan) == {(1, 1, ranks)} and plan.degrees is not None
+    assert f"sequences over {ranks} ranks" in plan.degrees.over
+    assert plan.degrees.objective == pytest.approx(plan.prediction.step_seconds, rel=0.12)
+
+
+def test_constraints_on_the_degree() -> None:
+    assert degrees(estimates("cp=2", cp=2).plan) == {(1, 1, 2)}
+    with pytest.raises(FxpartError, match="FXP109"):
+        estimates("cp=2", cp=4)
+    free = base("llama").program.replan("local:4", constraints={"forbid": "cp"}).plan
+    assert all(context == 1 for _, _, context in degrees(free))
+
+
+def test_long_sequences_where_one_device_is_too_small(pool: Pool, tmp_path: Path) -> None:
+    """The planner selects context parallelism by itself; peaks are as predicted."""
+    memory = 110 << 20
+    with pytest.raises(FxpartError, match="FXP204"):
+        planned(1, memory)
+    program = planned(4, memory)
+    assert degrees(program.plan) == {(1, 1, 4)} and len(program.plan.stages) == 1
+    weights = tmp_path / "weights.safetensors"
+    state = {name: tensor.detach().clone() for name, tensor in program.captured.state.items()}
+    safetensors.torch.save_file(state, weights)
+    program.export(tmp_path / "program")
+    found = pool.run(
+        train_measured, str(tmp_path / "program"), str(weights), ranks=4, timeout=400.0
+    )
+    assert {round(value, 4) for value, _ in found} == {round(found[0][0], 4)}
+    (entry,) = program.plan.prediction.ranks
+    expected = entry.memory.total - entry.memory.weights - entry.memory.buffers
+    peaks = [peak for _, peak in found]
+    assert all(peak <= entry.memory_limit for peak in peaks)
+    assert 0.97 <= expected / max(peaks) <= 1.10
+    assert all(a <= b for a, b in pairwise(peaks))  # later ranks read more keys

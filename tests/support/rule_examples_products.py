@@ -164,6 +164,7 @@ def _attention(r: Draw) -> Example:
         kwargs["enable_gqa"] = True
     mask: torch.Tensor | None = None
     causal = r.random.random() < 0.25
+    keys = queries if causal and r.yes() else keys
     if not causal and r.yes():
         shape = r.broadcast([*lead, queries, keys]) if r.yes() else [queries, keys]
         mask = r.real(*shape) if r.yes() else r.bools(*shape) | r.bools(*shape)

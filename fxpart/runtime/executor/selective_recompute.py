@@ -126,7 +126,7 @@ def _cost(op: Any, args: tuple[Any, ...]) -> tuple[float, float] | None:
         left, right = args[1:3]
     elif name == "convolution":
         return _convolution(args)
-    elif name.startswith("_scaled_dot_product"):
+    elif name.startswith("_scaled_dot_product") or name == "fxpart::attend_rows":
         query, key = args[:2]
         sums = prod(query.shape[:-1]) * key.shape[-2]
         return 4.0 * sums * query.shape[-1], float(query.nbytes)
