@@ -103,7 +103,8 @@ def _positions(
         if isinstance(placement, Shard) and placement.dim < len(sizes):
             line = found[placement.dim]
             line = torch.arange(sizes[placement.dim]) if line is None else line
-            found[placement.dim] = take(line, 0, placement.outer, mesh.size(axis), mesh.place(axis))
+            parts, place = mesh.size(axis), mesh.place(axis)
+            found[placement.dim] = take(line, 0, _outer(placement), parts, place)
     return sizes, found
 
 
