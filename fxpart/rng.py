@@ -225,15 +225,23 @@ def _keep_on_device(
     """As :func:`_keep_on_cpu`, in torch's signed integers, which wrap around."""
     given = rows.to(device), columns.to(device, torch.int32), _signed(seed, 64), limit
     try:
-        return _compiled()(*given)
-    except Exception:  # no compiler for this device: the same ops one by one
+        return _select_kernel(device.type)(*given)
+    except Exception:  # not compiled for these sizes: the same ops one by one
         return _keep(*given)
 
 
-@lru_cache(maxsize=1)
-def _compiled() -> Callable[..., torch.Tensor]:
-    """Return :func:`_keep` as one kernel."""
+@lru_cache
+def _select_kernel(kind: str) -> Callable[..., torch.Tensor]:
+    """Return :func:`_keep` as one kernel, where there is a compiler for devices of this kind.
+
+    It is tried once, as an attempt that fails takes long.
+    """
     made: Callable[..., torch.Tensor] = torch.compile(_keep, dynamic=True)
+    numbers = torch.arange(3, device=kind)
+    try:
+        made(numbers, numbers.to(torch.int32), 1, 0)
+    except Exception:
+        return _keep
     return made
 
 

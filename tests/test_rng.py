@@ -41,17 +41,27 @@ def test_one_kernel_keeps_the_same() -> None:
     """The seed is an argument: another one compiles nothing."""
     given = torch.arange(5), torch.arange(9, dtype=torch.int32)
     for seed in (3, -(1 << 62), 7):
-        assert torch.equal(rng._compiled()(*given, seed, 11), rng._keep(*given, seed, 11))
+        kernel = rng._select_kernel("cpu")
+        assert kernel is not rng._keep
+        assert torch.equal(kernel(*given, seed, 11), rng._keep(*given, seed, 11))
 
 
 def test_a_device_without_a_compiler_runs_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> Any:
+    """The compiler is tried once."""
+    tried: list[int] = []
+
+    def broken(*_: Any) -> Any:
+        tried.append(1)
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(rng, "_compiled", broken)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
+    rng._select_kernel.cache_clear()
     given = torch.arange(4), torch.arange(6)
-    found = rng._keep_on_device(5, *given, 0, torch.device("cpu"))
-    assert torch.equal(found, rng._keep_on_cpu(5, *given, 0, torch.device("cpu")))
+    for seed in (5, 6):
+        found = rng._keep_on_device(seed, *given, 0, torch.device("cpu"))
+        assert torch.equal(found, rng._keep_on_cpu(seed, *given, 0, torch.device("cpu")))
+    assert len(tried) == 1
+    rng._select_kernel.cache_clear()
 
 
 @given(seeds, st.data())

@@ -290,7 +290,13 @@ def _resize(tensor: torch.Tensor, behind: torch.Tensor) -> None:
 
 
 def _call(op: Any, args: Any, kwargs: Any) -> Any:
-    return op(*args, **kwargs)
+    """Call the CPU's op; torch passes numbers in place of tensors to kernels in Python."""
+    takes = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
+    given = [
+        torch.tensor(arg) if tensor and isinstance(arg, int | float) else arg
+        for arg, tensor in zip(args, takes, strict=False)
+    ]
+    return op(*given, **kwargs)
 
 
 def _draw(op: Any, args: Any, kwargs: Any) -> Any:

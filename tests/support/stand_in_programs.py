@@ -225,13 +225,14 @@ def moved() -> dict[str, Any]:
 
 
 def evaluated() -> dict[str, Any]:
-    """Evaluation with metrics, predictions, gradients and the gradients' norm."""
+    """Metrics, predictions, tokens, gradients, and statistics of gradients and activations."""
 
     def accuracy(output: torch.Tensor, batch: Any) -> torch.Tensor:
         return (output.argmax(-1).cpu() == batch[1]).float().mean()
 
     def work(kind: str) -> Any:
         trainer = compiled(kind).trainer(SGD, log_grad_norm=True)
+        trainer.log_gradient_statistics = True
         trainer.step(batches()[0])
         norm = float(trainer.last_grad_norm)
         trainer.backward(batches()[1])
@@ -239,7 +240,10 @@ def evaluated() -> dict[str, Any]:
         trainer.update()
         outputs = to_lists(trainer.predict((batches()[1][0],)))
         values = trainer.evaluate(batches(), {"accuracy": accuracy})
-        return [norm, gradients, outputs, values]
+        tokens = to_lists(trainer.generate(batches()[0][0][:3, :2], max_new_tokens=4))
+        found = trainer.last_gradient_statistics, trainer.activation_statistics(batches()[0])
+        statistics = [{name: vars(each) for name, each in part.items()} for part in found]
+        return [norm, gradients, outputs, values, tokens, statistics]
 
     return both(work)
 
