@@ -63,6 +63,14 @@ def make_batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield x, (x[:, :4] * x[:, 4:8]).argmax(1)
 
 
+def workload() -> fxpart.Workload:
+    """Return the target of ``fxpart emulate examples/asynchronous.py:workload``."""
+    return fxpart.Workload(
+        make_model(), next(make_batches(1)), nn.functional.cross_entropy,
+        data=partial(make_batches, 50),
+    )  # fmt: skip
+
+
 # %% [markdown]
 # ## Emulate
 #

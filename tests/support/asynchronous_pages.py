@@ -6,8 +6,6 @@ python tests/support/asynchronous_pages.py
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tempfile
 from contextlib import chdir
 from pathlib import Path
@@ -20,8 +18,8 @@ from fxpart.schedule.weight_modes import MODES, WeightMode
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "fxpart" / "docs" / "asynchronous_training.md"
-_FILE = re.compile(r"<!-- file: ([\w.]+) -->\n```python\n(.*?)```", re.DOTALL)
-_OUTPUT = re.compile(r"(<!-- output: (\w+) -->\n).*?(<!-- /output -->)", re.DOTALL)
+EXAMPLE = "examples/asynchronous.py"
+_OUTPUT = re.compile(r"(<!-- output: modes -->\n).*?(<!-- /output -->)", re.DOTALL)
 STAGES = 4
 
 _SOURCES = {
@@ -44,24 +42,10 @@ _SOURCES = {
 def filled(text: str) -> str:
     """The page with its outputs."""
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        files = dict(_FILE.findall(text))
-        for name, source in files.items():
-            Path(name).write_text(source, encoding="utf-8")
-
-        def output(found: re.Match[str]) -> str:
-            name = found[2]
-            return found[1] + (table() if name == "modes" else ran(f"{name}.py")) + found[3]
-
+        Path(EXAMPLE).parent.mkdir()
+        Path(EXAMPLE).write_text((ROOT / EXAMPLE).read_text("utf-8"), encoding="utf-8")
         text = BLOCK.sub(lambda m: f"{m[1]}{m[2]}\n{printed(m[2])}{m[4]}", text)
-        return _OUTPUT.sub(output, text)
-
-
-def ran(script: str) -> str:
-    """What a script prints, in a process of its own, as Markdown shows it."""
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=True, timeout=120
-    )
-    return f"\n{re.sub('(?m)^', '    ', done.stdout.rstrip())}\n\n"
+        return _OUTPUT.sub(lambda m: f"{m[1]}{table()}{m[2]}", text)
 
 
 def table() -> str:

@@ -34,6 +34,7 @@ def make_notebook(script: str) -> str:
             text = "\n".join(line.removeprefix("#").removeprefix(" ") for line in text.split("\n"))
         elif found := _NOTEBOOK.search(text):
             text = found[1].replace("; ", "\n")
+        text = text.replace("import argparse\n", "").replace("annotations\n\n\n", "annotations\n\n")
         cell: dict[str, object] = {
             "cell_type": kind or "code", "id": f"cell-{number}", "metadata": {},
             "source": text.splitlines(keepends=True),
