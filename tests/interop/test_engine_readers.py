@@ -79,6 +79,18 @@ def test_script_of_megatron(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_context_parallelism(tmp_path: Path) -> None:
+    """It takes devices from the data-parallel ranks; of Megatron-LM's kinds, one is priced."""
+    found = read("[training]\n[parallelism]\ncontext_parallel_degree = 2\n", tmp_path)
+    assert (found["cp"], found["dp"], found["lost"]) == (2, 4, ())
+    text = "--micro-batch-size 1 --tensor-model-parallel-size 2 --context-parallel-size 2 "
+    found = read(text, tmp_path)
+    assert (found["cp"], found["tp"], found["dp"]) == (2, 2, 2)
+    (sentence,) = found["lost"]  # type: ignore[misc]
+    assert "gathered keys and values" in sentence
+    assert read(text + "--cp-comm-type allgather", tmp_path)["lost"] == ()
+
+
 def test_default_stages_of_the_engines() -> None:
     """By hand, as each engine counts; the planner's boundaries where it refuses."""
     division = partial(LayerDivision, pipeline=4)

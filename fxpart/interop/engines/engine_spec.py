@@ -67,7 +67,8 @@ class EngineRun:
 
         ``constraints`` of the result has them, too. Raises FXP502 for too few devices.
         """
-        model = int(self.constraints["tp"]) * int(self.constraints["pp"])
+        given = self.constraints
+        model = int(given["tp"]) * int(given["pp"]) * int(given.get("cp", 1))
         data = self.data or devices // model
         if not 0 < data * model <= devices:
             raise error(

@@ -144,7 +144,9 @@ def read_megatron(text: str, where: str) -> EngineRun:
     if (expert := values.count("expert_model_parallel_size")) > 1:
         constraints["ep"] = expert
     if (context := values.count("context_parallel_size")) > 1:
-        lost.append(f"Context parallelism of degree {context} is not priced.")
+        constraints["cp"] = context
+        if values.text("cp_comm_type", "p2p") != "allgather":
+            lost.append("Context parallelism is priced with gathered keys and values.")
     constraints["zero"] = _read_zero(values)
     full = values.text("recompute_granularity", "none")
     constraints["recompute"] = "selective" if values.flag("recompute_activations") else full

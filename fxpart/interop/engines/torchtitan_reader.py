@@ -39,7 +39,7 @@ def read_torchtitan(text: str, where: str) -> EngineRun:
         constraints["ep"] = expert
     context = values.count("parallelism.context_parallel_degree")
     if context > 1:
-        lost.append(f"Context parallelism of degree {context} is not priced.")
+        constraints["cp"] = context
     data = _read_data(values, constraints, lost)
     _read_schedule(values, pipeline, constraints, lost)
     _read_recompute(values, constraints, lost)
