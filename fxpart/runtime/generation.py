@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,10 +117,14 @@ class TokenSequences:
 class TokenInputs:
     """Builds the batch of a model of tokens: its tokens, and ones as its attention mask."""
 
-    def __init__(self, inputs: Sequence[InputSpec], options: GenerationOptions) -> None:
-        """inputs: of the program. Raise FXP109 if no input has tokens, or more have to be given."""
+    def __init__(
+        self, inputs: Sequence[InputSpec], read: Collection[str], options: GenerationOptions
+    ) -> None:
+        """inputs: of the program. read: those that the outputs depend on. FXP109 without tokens."""
         self._make = options.make_batch
-        tokens = [spec for spec in inputs if _has_tokens(spec)]
+        tokens = [spec for spec in inputs if _has_tokens(spec) and spec.name in read]
+        # Sizes may be read from labels, whose values do not matter.
+        self._labels = [spec for spec in inputs if _has_tokens(spec) and spec.name not in read]
         named = [spec for spec in tokens if spec.path[-1] == "input_ids"]
         if not tokens:
             raise error(
@@ -148,7 +152,9 @@ class TokenInputs:
         tokens = sequences.pad(max(sequences.lengths) if self._length is None else self._length)
         if self._make is not None:
             return self._make(tokens)
-        found = {self._tokens.path: tokens.to(torch_dtype(self._tokens.dtype))}
+        found = {
+            spec.path: tokens.to(torch_dtype(spec.dtype)) for spec in (self._tokens, *self._labels)
+        }
         for spec in self._masks:
             found[spec.path] = torch.ones(tokens.shape, dtype=torch_dtype(spec.dtype))
         return _nest(found)

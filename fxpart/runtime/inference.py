@@ -128,7 +128,8 @@ class Inference(StatefulTrainer):
 
         run, sequences = agree(self._transport, "the arguments of generate", begin)
         source, engine, outputs = self._predictor(False)
-        inputs = TokenInputs(get_global_inputs(self.spec), run)
+        names = {value.name for stage in engine.spec.stages for value in stage.inputs}
+        inputs = TokenInputs(get_global_inputs(engine.spec), names, run)
         inputs.check(max(sequences.lengths) + run.max_new_tokens)
         dims = {v.name: len(v.shape) for stage in engine.spec.stages for v in stage.outputs}
         wanted = Outputs((select_logits(outputs.specs, dims, run.logits),))

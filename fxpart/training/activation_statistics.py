@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from fxpart.codegen.dataflow import is_op
+from fxpart.compiler import PassManager
 from fxpart.compiler.graph_edit import add_call, annotation, fake_mode
 from fxpart.errors import error
+from fxpart.passes import all_passes
 from fxpart.runtime.batch.outputs import Outputs, OutputSpec
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.state.module_constants import ModuleConstants
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
 
 ATEN = torch.ops.aten
+_INLINE = "drop_asserts,inline_regions"
 _PASS_ON = frozenset(
     {
         ATEN.to.dtype, ATEN.to.dtype_layout, ATEN.to.device, ATEN.to.other, ATEN._to_copy.default,
@@ -47,6 +51,9 @@ def build_activation_stages(
             why="the model was captured at one batch size, so the rows of its activations are not "
             "known", fix="log statistics of gradients only",
         )  # fmt: skip
+    # Modules are inside the regions of autocast, which are inlined first.
+    inlined = PassManager(all_passes()).run(_INLINE, captured.graph)
+    captured = replace(captured, graph=inlined)
     graph = captured.graph.graph
     (output,) = graph.find_nodes(op="output")
     symbols = _find_batch_symbols(captured)

@@ -146,6 +146,20 @@ def test_statistics_are_those_of_one_process(layout: str, pool: Pool) -> None:
     assert one == other and {"blocks.0.0", "blocks.1.1", "places", "blocks.0.act"} <= set(one)
 
 
+@pytest.mark.slow
+def test_modules_in_autocast() -> None:
+    """The names of float32, and values as near as bfloat16 is."""
+    found = [
+        make_trainer({**LAYOUTS["pipeline"], "precision": precision}).activation_statistics(
+            batch(5)
+        )
+        for precision in ("fp32", "bf16")
+    ]
+    assert set(found[0]) == set(found[1]) and len(found[0]) > 10
+    for name, statistics in found[0].items():
+        assert found[1][name].norm == pytest.approx(statistics.norm, rel=0.02), name
+
+
 class Events(Callback):
     def __init__(self) -> None:
         self.found: list[Event] = []

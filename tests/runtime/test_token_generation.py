@@ -148,6 +148,15 @@ def test_samples_in_a_run_leave_it_unchanged() -> None:
 
 
 @pytest.mark.slow
+def test_sizes_may_be_read_from_labels() -> None:
+    """In bfloat16 those of the batch are; the tokens are those of autocast."""
+    model, trainer = make_trainer(mesh="none", stages=2, precision="bf16")
+    (found,) = trainer.generate([tokens(1, 3)[0]], max_new_tokens=5, logits="scores")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert found.tolist() == plain_tokens(model, tokens(1, 3)[0], 5)
+
+
+@pytest.mark.slow
 def test_an_asynchronous_pipeline_is_flushed_first() -> None:
     model, trainer = make_trainer(mesh="none", stages=2, mode="async")
     for seed in range(3):
