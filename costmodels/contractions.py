@@ -157,13 +157,19 @@ def _count_attention(op: OpSpec, backward: bool, pairs: Size) -> Size:
 
 
 def _attention_rows(op: OpSpec, backward: bool) -> Size:
-    """Return the FLOPs of the last queries of causal attention, which read the most keys.
+    """Return the FLOPs of the rank whose queries of causal attention read the most keys.
 
     All queries and keys are counted in full although half of the pairs are masked, so that these
-    queries count twice as often as they read a key.
+    queries count twice as often as they read a key. Of equal stripes of the sequence it has the
+    last queries of each.
     """
     query, key = op.inputs[0].shape, op.inputs[1].shape
-    return _count_attention(op, backward, product(query[:-1]) * (2 * key[-2] + -1 * query[-2]))
+    stripes = op.attribute("stripes")
+    count = stripes if isinstance(stripes, int) else 1
+    rows, more = product(query[:-1]), key[-2] + -1 * query[-2]
+    if isinstance(more, int):
+        return _count_attention(op, backward, rows * (count * key[-2] + more) // count)
+    return _count_attention(op, backward, rows * key[-2] + rows * more / count)
 
 
 # recurrent op -> number of state tensors between the input and the weights

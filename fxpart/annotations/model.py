@@ -158,7 +158,7 @@ def explain_invalid_placement(
     if isinstance(placement.outer, str):
         return "a number of parts is a positive integer"
     if not isinstance(size, int):
-        return "" if placement.outer == 1 else "the dim's size is not fixed, so it has no parts"
+        return ""
     if size % placement.outer:
         return f"dim {placement.dim} of size {size} is not {placement.outer} equal parts"
     if size // placement.outer < parts:

@@ -32,20 +32,24 @@ def attention_rows(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    stripes: int = 1,
 ) -> torch.Tensor:
     """Return causal ``aten.scaled_dot_product_attention`` of this rank's queries on all keys.
 
     size: number of queries of all ranks. query: [batch, heads, queries, width]; key and value:
-    [batch, heads or groups of heads, keys, width].
+    [batch, heads or groups of heads, keys, width]. stripes: number of parts of the sequence of
+    which this rank has an equal piece each; more of them balance the keys that ranks read.
     """
     if not is_causal or attn_mask is not None or dropout_p:
         raise make_unsupported_form_error("attention_rows", "it is not plain causal attention")
-    start, length = span(mesh, axes, size)
+    stripe = size // stripes
+    start, length = span(mesh, axes, stripe)
     if mesh.slowest:  # the last rank reads the most keys
-        start = size - length
+        start = stripe - length
+    starts = tuple(number * stripe + start for number in range(stripes))
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     run = attend_rows if mesh.fake else _attend_rows_at_once
-    found: torch.Tensor = _AttentionRows.apply(query, key, value, (start,), factor, run)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _AttentionRows.apply(query, key, value, starts, factor, run)  # type: ignore[no-untyped-call]
     return found
 
 

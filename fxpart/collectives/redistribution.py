@@ -67,7 +67,10 @@ def start_scatter(
 ) -> Callable[[], torch.Tensor]:
     """Start a reduce-scatter; return a function that waits for it and returns the shard."""
     parts, place = mesh.size(axis), mesh.place(axis)
-    shape = resized(x.shape, dim, outer * lengths(x.shape[dim], parts, outer)[place])
+    size = x.shape[dim]
+    even = isinstance(size, torch.SymInt)
+    mine = size // parts if even else outer * lengths(size, parts, outer)[place]
+    shape = resized(x.shape, dim, mine)
     if mesh.fake:
         return lambda: _made(mesh, "reduce_scatter", axis, x, x.shape, shape)
     flat, counts = pack(x, dim, outer, parts)

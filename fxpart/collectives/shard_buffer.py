@@ -46,6 +46,9 @@ def part(
 
 def take(tensor: torch.Tensor, dim: int, outer: int, parts: int, index: int) -> torch.Tensor:
     """Return piece ``index`` of a whole tensor, contiguous, copied only if necessary."""
+    size = tensor.shape[dim]
+    if isinstance(size, torch.SymInt) and outer != 1:
+        return tensor.new_empty(resized(tensor.shape, dim, size // parts))
     sizes = lengths(tensor.shape[dim], parts, outer)
     start, length = sum(sizes[:index]), sizes[index]
     if outer == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING
@@ -12,14 +12,19 @@ from torch import fx
 from fxpart.annotations.entry_syntax import read_placements, read_strategies
 from fxpart.codegen.mesh_programs.sharded_graph import propagate_annotations
 from fxpart.compiler.attention_ops import ROWS, list_attentions
+from fxpart.compiler.effects import argument
 from fxpart.compiler.tensor_sizes import expression, hint
 from fxpart.errors import error
 from fxpart.passes.rules import rule_of
+from fxpart.passes.rules.sharding_rule import PARTS
 from fxpart.plan.constraint_table import CONTEXT_AXIS
 from fxpart.sharding import REPLICATE, Mesh, Shard
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
+
+_STRIPES = (2, 4, 8)
+_SHORTEST = 512  # queries of a piece, with which fused kernels are as fast as with more
 
 
 def shard_sequences(
@@ -48,12 +53,26 @@ def shard_sequences(
             else f"the model has no attention whose queries the axis {CONTEXT_AXIS} could shard",
             fix="use another number of ranks, or pad the sequences" if wrong else "use other axes",
         )
-    found = {f"op:{node.name}": f"{CONTEXT_AXIS}:{ROWS}" for node in attentions}
-    return found | _place_inputs(graph, captured, lengths)
+    stripes = _count_stripes(attentions, lengths, parts)
+    rows = ROWS if stripes == 1 else f"{ROWS}{PARTS}{stripes}"
+    found = {f"op:{node.name}": f"{CONTEXT_AXIS}:{rows}" for node in attentions}
+    return found | _place_inputs(graph, captured, lengths, stripes)
+
+
+def _count_stripes(attentions: Sequence[fx.Node], lengths: Collection[int], parts: int) -> int:
+    """Return the number of parts of sequences of which each rank has a piece.
+
+    Later queries of causal attention read more keys. With k stripes the last of n ranks reads
+    1 + (n - 1) / (n k) times the mean.
+    """
+    if not any(argument(node, "is_causal") for node in attentions):
+        return 1
+    even = [k for k in _STRIPES if all(n % (k * parts) == 0 for n in lengths)]
+    return max((k for k in even if min(lengths) // (k * parts) >= _SHORTEST), default=1)
 
 
 def _place_inputs(
-    graph: fx.Graph, captured: CapturedModel, lengths: Collection[int]
+    graph: fx.Graph, captured: CapturedModel, lengths: Collection[int], stripes: int
 ) -> dict[str, str]:
     """Return annotations of the inputs whose dim after the batch has one of these lengths.
 
@@ -70,7 +89,7 @@ def _place_inputs(
             found[item.name] = dim, isinstance(expression(shape[dim]), int)
     fixed = any(number for _, number in found.values())
     return {
-        f"input:{name}": f"{CONTEXT_AXIS}:{Shard(dim) if number == fixed else REPLICATE}"
+        f"input:{name}": f"{CONTEXT_AXIS}:{Shard(dim, stripes) if number == fixed else REPLICATE}"
         for name, (dim, number) in found.items()
     }
 

@@ -7,7 +7,7 @@ between blocks are sharded too. Weights are replicated; their gradients are redu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -16,13 +16,13 @@ from fxpart.annotations.graph_values import sharding
 from fxpart.compiler import MESH_KEY
 from fxpart.costmodels.tensor_sizes import tensor_bytes
 from fxpart.costs import OpSpec, TensorSpec
-from fxpart.passes.rules import RuleLayout, layout, operands, rule_of
+from fxpart.passes.rules import RuleLayout, ShardingRule, layout, operands, rule_of
 from fxpart.pricing.joint_block_kinds import BlockKinds, SavedStorage
 from fxpart.pricing.joint_cost_sheet import BlockCollective, BlockLayout
 from fxpart.pricing.joint_tensor import divide_size
 from fxpart.pricing.placement_edges import resolve_partial
 from fxpart.pricing.placement_graph import read_dataflow
-from fxpart.pricing.placement_options import name_local_form, positions
+from fxpart.pricing.placement_options import as_local_form, positions
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placements, Shard
 
@@ -38,13 +38,14 @@ _WHOLE: Placements = (REPLICATE,)
 
 @dataclass(frozen=True)
 class PlacedOp:
-    """An op with its layout on the ranks. form: the name under which it is priced, "" for its own.
+    """An op with its rule, its strategy and its layout on the ranks.
 
     saved: by storage, the tensor whose sharding it shares: ("operand" | "result", position).
     """
 
+    rule: ShardingRule
+    strategy: tuple[str, ...]
     layout: RuleLayout
-    form: str
     saved: Mapping[int, tuple[str, int]]
 
 
@@ -83,8 +84,8 @@ class ContextParallelLayout(BlockLayout):
                 if rule is not None and made is not None:
                     numbers = dict.fromkeys(saved.storage for saved in annotation(node).saved)
                     kept = (one.tensor for one in flow.kept.get(node, ()))
-                    form = name_local_form(rule, strategy, "")
-                    self._ops[node] = PlacedOp(made, form, dict(zip(numbers, kept, strict=False)))
+                    saved = dict(zip(numbers, kept, strict=False))
+                    self._ops[node] = PlacedOp(rule, strategy, made, saved)
         self.messages = tuple(
             message
             for kind, block in enumerate(kinds.samples)
@@ -102,10 +103,8 @@ class ContextParallelLayout(BlockLayout):
             for tensor, at in zip(spec.inputs, positions(node), strict=True)
         ]
         outputs = map(self._local, spec.outputs, placed.layout.results)
-        return OpSpec(
-            placed.form or spec.name, tuple(inputs), tuple(outputs), spec.attributes,
-            spec.gradients, spec.gradient_inputs,
-        )  # fmt: skip
+        found = replace(spec, inputs=tuple(inputs), outputs=tuple(outputs))
+        return as_local_form(placed.rule, placed.strategy, found)
 
     def tensors(self, node: fx.Node, whole: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         """Return the rank's part of the node's tensors."""

@@ -242,13 +242,8 @@ class OpFamilies:
             inputs = self._local(numbers.inputs, positions(node), option.takes)
             given = tuple(range(len(numbers.outputs)))
             outputs = self._local(numbers.outputs, given, option.gives)
-            name = name_local_form(rule, option.strategy, numbers.name)
-            seconds = self._op(
-                OpSpec(
-                    name, inputs, outputs, numbers.attributes, numbers.gradients,
-                    numbers.gradient_inputs,
-                )
-            )  # fmt: skip
+            local_spec = replace(numbers, inputs=inputs, outputs=outputs)
+            seconds = self._op(as_local_form(rule, option.strategy, local_spec))
             if rule is not None and rule.forms:
                 seconds += self._inside(rule, option, inputs, outputs, bool(spec.gradients))
         bytes_ = 0.0
@@ -318,11 +313,15 @@ class OpFamilies:
         return seconds
 
 
-def name_local_form(rule: ShardingRule | None, strategy: Strategy, name: str) -> str:
-    """Return the name of an op's form without communication; ``name`` where it has none."""
-    factors = (factor_of(each)[0] for each in strategy)
-    forms = [rule.forms[f] for f in factors if rule is not None and f in rule.local]
-    return f"aten.{forms[0]}" if forms else name
+def as_local_form(rule: ShardingRule | None, strategy: Strategy, spec: OpSpec) -> OpSpec:
+    """Return an op as its form without communication; itself where it has none."""
+    for factor, stripes in map(factor_of, strategy):
+        if rule is not None and factor in rule.local:
+            attributes = (
+                spec.attributes if stripes == 1 else (*spec.attributes, ("stripes", stripes))
+            )
+            return replace(spec, name=f"aten.{rule.forms[factor]}", attributes=attributes)
+    return spec
 
 
 def positions(node: fx.Node) -> list[int | None]:

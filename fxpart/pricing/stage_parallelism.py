@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxpart.compiler.node_annotation import PARTIAL_KEY
-from fxpart.sharding import Mesh, count_dim_parts
+from fxpart.sharding import Mesh, count_dim_ranks
 from fxpart.solver.problem import Weight
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class StageParallelism:
             rows=graph.count_batch_parts(),
             multiple=graph.multiple(),
             parts={
-                symbol: count_dim_parts(graph.mesh, placements[name], dim)
+                symbol: count_dim_ranks(graph.mesh, placements[name], dim)
                 for symbol, (name, dim) in graph.captured.symbols.items()
                 if name in placements
             },

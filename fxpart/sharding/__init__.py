@@ -16,6 +16,7 @@ from fxpart.sharding.placement import (
     Replicate,
     Shard,
     count_dim_parts,
+    count_dim_ranks,
     format_placements,
     parse_placements,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "Shard",
     "chunk",
     "count_dim_parts",
+    "count_dim_ranks",
     "format_placements",
     "indices",
     "local_shape",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import prod
 from typing import TypeAlias
 
 from fxpart.errors import error
@@ -102,10 +103,16 @@ def format_placements(placements: Placements, mesh: Mesh) -> str:
 
 
 def count_dim_parts(mesh: Mesh, placements: Placements, dim: int) -> int:
-    """Return the number of equal parts of a dim."""
-    parts, outer = 1, 1
-    for placement, size in zip(placements, mesh.shape, strict=True):
+    """Return the number of equal parts of a dim: of its outer parts, each on every rank."""
+    outer = 1
+    for placement in placements:
         if isinstance(placement, Shard) and placement.dim == dim:
             assert isinstance(placement.outer, int), "rows are not part of a larger dim"
-            parts, outer = parts * size, max(outer, placement.outer)
-    return parts * outer
+            outer = max(outer, placement.outer)
+    return outer * count_dim_ranks(mesh, placements, dim)
+
+
+def count_dim_ranks(mesh: Mesh, placements: Placements, dim: int) -> int:
+    """Return the number of ranks that share a dim."""
+    sizes = zip(placements, mesh.shape, strict=True)
+    return prod(n for p, n in sizes if isinstance(p, Shard) and p.dim == dim)

@@ -57,6 +57,9 @@ def call_of(
         factors = key.split()
         axes = [_axes(strategy, factor, demands.mesh) for factor in factors]
         sizes = [whole(rule.sizes[factor]) for factor in factors]
+        inner = next((n for f, n in map(factor_of, strategy) if f in rule.local), 1)
+        if inner != 1:  # a rank has a piece of each of so many parts
+            kwargs = {**kwargs, "stripes": inner}
         first = (axes[0], sizes[0]) if len(factors) == 1 else (tuple(axes), tuple(sizes))
         return LocalCall(getattr(collectives, rule.forms[key]), (*first, *args), kwargs)
     given = demands.given[node]

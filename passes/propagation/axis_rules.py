@@ -95,8 +95,8 @@ class AxisRule:
             inner = divide_parts(outer, before)
             if inner is None:
                 return None
-            if divides(inner, size):
-                return None if isinstance(inner, int) else f"{factor}{PARTS}{inner}"
+            if divides(inner, size) or (isinstance(inner, int) and not isinstance(size, int)):
+                return f"{factor}{PARTS}{inner}"
             after = multiply_parts(before, size)
             if after is None:
                 return None

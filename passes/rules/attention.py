@@ -58,7 +58,7 @@ def _attention(call: SchemaCall) -> ShardingRule:
     random = call.node.target is seeded  # draws its shard of the dropout mask itself
     forms = {"l": "attention_rows"} if causal and not random else {}
     rule = call.rule(dims, [[*lead, row, "v"]], sizes=sizes, linear=["value"], forms=forms)
-    return replace(rule, local=frozenset(forms))
+    return replace(rule, local=frozenset(forms), unordered=frozenset(forms))
 
 
 def _has_row_form(call: SchemaCall) -> bool:

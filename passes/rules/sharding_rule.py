@@ -249,7 +249,7 @@ def _cut_one(
     size = left[name]
     if not isinstance(size, int):
         left[name] = size // parts
-        return inner == 1 or divides(inner, rule.sizes[name])
+        return isinstance(inner, int) or divides(inner, rule.sizes[name])
     if not isinstance(inner, int):
         return False
     known = lengths.get(name, {size})

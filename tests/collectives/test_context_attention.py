@@ -54,22 +54,25 @@ def test_blocks_of_rows(
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("stripes", [1, 2, 4])
 @pytest.mark.parametrize("backward", [False, True])
-def test_flops_are_those_of_the_last_rows(parts: int, backward: bool) -> None:
+def test_flops_are_those_of_the_last_rows(parts: int, stripes: int, backward: bool) -> None:
     """In the unit in which the whole attention counts all pairs of queries and keys."""
-    tokens, width = 16, 8
+    tokens, width = 32, 8
 
     def spec(name: str, rows: int) -> OpSpec:
         shapes = ((1, 2, rows, width), (1, 2, tokens, width), (1, 2, tokens, width))
         inputs = tuple(TensorSpec(shape, "float32") for shape in shapes)
-        return OpSpec(name, inputs, inputs[:1], gradients=3)
+        return OpSpec(name, inputs, inputs[:1], (("stripes", stripes),), gradients=3)
 
-    rows = tokens // parts
-    pairs = sum(row + 0.5 for row in range(tokens - rows, tokens))  # half of a masked diagonal
+    rows, stripe = tokens // parts, tokens // stripes
+    last = [end - rows // stripes + i for end in range(stripe, tokens + 1, stripe)
+            for i in range(rows // stripes)]  # fmt: skip
+    pairs = sum(row + 0.5 for row in last)  # half of a masked diagonal
     whole = flops(spec("aten.scaled_dot_product_attention.default", tokens), backward)
     found = flops(spec("aten.attention_rows", rows), backward)
     assert found == pytest.approx(whole * pairs / (tokens * tokens / 2))
-    assert found * parts / whole == pytest.approx(2 - 1 / parts)  # of the mean
+    assert found * parts / whole == pytest.approx(1 + (parts - 1) / (parts * stripes))
 
 
 def test_symbolic_parts() -> None:
