@@ -16,6 +16,7 @@ from sharded_models import TENSOR
 from sharded_ranks import as_seen, train, written
 from sharded_runs import base, wrong
 from torch import nn
+from zoo import ZOO
 
 import fxpart
 from fxpart import FxpartError, Plan, Program
@@ -135,11 +136,27 @@ def test_reported() -> None:
     assert '"context_parallel"' not in sharded("llama", "context 2", mesh="tp=2").plan.dumps()
 
 
+def test_a_plan_applied_again_gives_the_same_program() -> None:
+    """With placements whose parts are symbols."""
+    first = sharded("gpt2", "context 2")
+    text = first.plan.dumps()
+    assert "cp:S(0,s" in text
+    again = fxpart.compile(
+        ZOO["gpt2"].build().model, plan=Plan.loads(text), example_inputs=base("gpt2").batch
+    )
+    assert [again.mesh_rank_program(k) for k in range(2)] == [
+        first.mesh_rank_program(k) for k in range(2)
+    ]
+
+
 class Decoder(nn.Module):
     """One layer whose sequences have a fixed length."""
 
-    def __init__(self, tokens: int = 16, heads: int = 2, dropout: float = 0.0) -> None:
+    def __init__(
+        self, tokens: int = 16, heads: int = 2, dropout: float = 0.0, flat: bool = False
+    ) -> None:
         super().__init__()
+        self.flat = flat
         self.places = nn.Parameter(torch.randn(tokens, 16))
         self.words = nn.Embedding(31, 16)
         self.inner = nn.Linear(16, 48)
@@ -152,7 +169,10 @@ class Decoder(nn.Module):
         found = nn.functional.scaled_dot_product_attention(
             *parts.unbind(), is_causal=True, dropout_p=self.dropout
         )
-        return self.out(x + found.transpose(1, 2).flatten(2))
+        x = x + found.transpose(1, 2).flatten(2)
+        if self.flat:
+            x = nn.functional.dropout(x.flatten(0, 1), 0.1).view(x.shape)
+        return self.out(x)
 
 
 def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -160,15 +180,17 @@ def loss(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=3)
 
 
-def decoder(tokens: int = 16, mesh: str = "cp=2", dropout: float = 0.0) -> Program:
+def decoder(
+    tokens: int = 16, mesh: str = "cp=2", dropout: float = 0.0, flat: bool = False
+) -> Program:
     """The layer on a mesh, with targets that are not counted on one rank more than on others."""
     torch.manual_seed(0)
     ids = torch.randint(4, 31, (4, tokens))
     target = ids.roll(-1, 1)
     target[:, : tokens // 2 - 1] = 3
     return fxpart.compile(
-        Decoder(tokens, dropout=dropout), "local:4", example_inputs=(ids, target), loss=loss,
-        microbatches=2, constraints={"mesh": mesh, "stages": 1}, optimizer="adamw",
+        Decoder(tokens, dropout=dropout, flat=flat), "local:4", example_inputs=(ids, target),
+        loss=loss, microbatches=2, constraints={"mesh": mesh, "stages": 1}, optimizer="adamw",
     )  # fmt: skip
 
 
@@ -180,6 +202,11 @@ def test_fixed_length_and_uncounted_targets(mesh: str, dropout: float) -> None:
     assert ("attention_rows" in program.sources[0]) == (dropout == 0)
     found = verify(program, steps=3)
     assert found.passed and found.largest <= 1e-6
+
+
+def test_random_numbers_for_rows_of_several_sequences() -> None:
+    with pytest.raises(FxpartError, match="FXP108"):
+        decoder(flat=True)
 
 
 def test_without_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
