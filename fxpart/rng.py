@@ -182,20 +182,22 @@ def draw_kept(
         return torch.empty_like(like, dtype=torch.bool)
     sizes = list(like.shape if shape is None else shape) or [1]
     given = [*at, *[None] * (len(sizes) - len(at))]
-    lines = [torch.arange(n) if p is None else p for n, p in zip(sizes, given, strict=True)]
-    rows = torch.zeros(1, dtype=torch.int64)
+    device = like.device  # no copy from the host, which would wait
+    lines = [
+        torch.arange(n, device=device) if p is None else p.to(device)
+        for n, p in zip(sizes, given, strict=True)
+    ]
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
     for size, line in zip(sizes[:-1], lines[:-1], strict=True):
         rows = (rows[:, None] * size + line).reshape(-1)
     # Numbers are uniform from -2**31; those below the limit are dropped.
     limit = min(max(round((1 - rate) * 2**32), 0), 2**32 - 1) - 2**31
-    keep = _keep_on_cpu if like.device.type == "cpu" else _keep_on_device
-    found = keep(seed & _MASK, rows, lines[-1], limit, like.device)
+    keep = _keep_on_cpu if device.type == "cpu" else _keep_on_device
+    found = keep(seed & _MASK, rows, lines[-1], limit)
     return found.fill_(False).view(like.shape) if rate <= 0 else found.view(like.shape)
 
 
-def _keep_on_cpu(
-    seed: int, rows: torch.Tensor, columns: torch.Tensor, limit: int, device: torch.device
-) -> torch.Tensor:
+def _keep_on_cpu(seed: int, rows: torch.Tensor, columns: torch.Tensor, limit: int) -> torch.Tensor:
     """Return for every row and column whether its number is at least the limit."""
     keys = rows.numpy().astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
@@ -220,12 +222,12 @@ def _keep_on_cpu(
 
 
 def _keep_on_device(
-    seed: int, rows: torch.Tensor, columns: torch.Tensor, limit: int, device: torch.device
+    seed: int, rows: torch.Tensor, columns: torch.Tensor, limit: int
 ) -> torch.Tensor:
     """As :func:`_keep_on_cpu`, in torch's signed integers, which wrap around."""
-    given = rows.to(device), columns.to(device, torch.int32), _signed(seed, 64), limit
+    given = rows, columns.to(torch.int32), _signed(seed, 64), limit
     try:
-        return _select_kernel(device.type)(*given)
+        return _select_kernel(rows.device.type)(*given)
     except Exception:  # not compiled for these sizes: the same ops one by one
         return _keep(*given)
 

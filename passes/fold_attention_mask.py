@@ -71,7 +71,7 @@ class FoldAttentionMaskPass:
                 known[key] = _find_form(*key)
             return known[key]
 
-        folded = False
+        folded, results = False, dict[object, torch.Tensor]()
         for node in graph.find_nodes(op="call_function", target=_ATTENTION):
             mask = argument(node, "attn_mask")
             if not isinstance(mask, fx.Node) or argument(node, "is_causal"):
@@ -79,7 +79,7 @@ class FoldAttentionMaskPass:
             rows, columns = (value(argument(node, n)).shape[-2] for n in ("query", "key"))
             found = form(mask, rows, columns)
             if found:
-                _drop_mask(node, fake_mode(graph), is_causal=found == "causal")
+                _drop_mask(node, fake_mode(graph), results, is_causal=found == "causal")
                 folded = True
             elif (choice := _find_choice(mask)) is not None:
                 if form(choice.args[0], rows, columns) == "open":  # type: ignore[arg-type]
@@ -241,8 +241,13 @@ def _use_bias(node: fx.Node, mask: fx.Node, choice: fx.Node, mode: Any) -> bool:
     return True
 
 
-def _drop_mask(node: fx.Node, mode: Any, *, is_causal: bool) -> None:
-    """Replace the mask by ``is_causal``, and repeated keys and values by the original ones."""
+def _drop_mask(
+    node: fx.Node, mode: Any, results: dict[object, torch.Tensor], *, is_causal: bool
+) -> None:
+    """Replace the mask by ``is_causal``, and repeated keys and values by the original ones.
+
+    results: of equal calls, whose sizes and strides torch computes once.
+    """
     query, key, values = (argument(node, name) for name in ("query", "key", "value"))
     kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
     if not kwargs.get("enable_gqa") and _has_fused_kernel(key, values):
@@ -255,8 +260,20 @@ def _drop_mask(node: fx.Node, mode: Any, *, is_causal: bool) -> None:
     node.args = (query, key, values, None, argument(node, "dropout_p"), is_causal)
     node.kwargs = kwargs
     given = fx.node.map_arg((node.args, kwargs), value)
+    called = (*map(_layout, given[0]), *sorted(given[1].items()))
     with mode, disable_guards(mode), python_dispatcher(mode), torch.no_grad():
-        node.meta["val"] = _ATTENTION(*given[0], **given[1])
+        if called not in results:
+            results[called] = _ATTENTION(*given[0], **given[1])
+        known = results[called]
+        node.meta["val"] = torch.empty_like(known)
+
+
+def _layout(argument: Any) -> object:
+    """Return dtype, sizes and strides of a tensor; any other argument as it is."""
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    lengths = (*argument.shape, *argument.stride())
+    return (argument.dtype, argument.device, *map(expression, lengths))
 
 
 def _has_fused_kernel(key: fx.Node, values: fx.Node) -> bool:

@@ -32,7 +32,7 @@ def test_cpu_and_other_devices_keep_the_same(seed: int, shape: list[int], rate: 
     assert ours.shape == like.shape
 
 
-def _on_device(signed: int, seed: int, rows: Any, columns: Any, limit: int, device: Any) -> Any:
+def _on_device(signed: int, seed: int, rows: Any, columns: Any, limit: int) -> Any:
     return rng._keep(rows, columns.to(torch.int32), signed, limit)
 
 
@@ -58,8 +58,8 @@ def test_a_device_without_a_compiler_runs_the_ops(monkeypatch: pytest.MonkeyPatc
     rng._select_kernel.cache_clear()
     given = torch.arange(4), torch.arange(6)
     for seed in (5, 6):
-        found = rng._keep_on_device(seed, *given, 0, torch.device("cpu"))
-        assert torch.equal(found, rng._keep_on_cpu(seed, *given, 0, torch.device("cpu")))
+        found = rng._keep_on_device(seed, *given, 0)
+        assert torch.equal(found, rng._keep_on_cpu(seed, *given, 0))
     assert len(tried) == 1
     rng._select_kernel.cache_clear()
 

@@ -77,13 +77,13 @@ def _mask(
     p: float,
 ) -> torch.Tensor:
     """Return this rank's shard of what dropout multiplies with: 0 or 1 / (1 - p)."""
-    sizes, at = _positions(mesh, shape, where, key)
+    sizes, at = _positions(mesh, shape, where, key, like.device)
     with torch.no_grad():
         return dropout_factors(mix(key, index), p, like, sizes, at)
 
 
 def _positions(
-    mesh: Communicator, shape: Sequence[Size], where: Placements, key: int
+    mesh: Communicator, shape: Sequence[Size], where: Placements, key: int, device: torch.device
 ) -> tuple[list[int] | None, list[torch.Tensor | None]]:
     """Return the shape of the whole tensor, and by dim the positions of this rank's shard.
 
@@ -98,11 +98,11 @@ def _positions(
     if repeated is not None:
         assert isinstance(key, RepeatedKey), "rows are repeated by the key"
         sizes[repeated] //= key.count
-        found[repeated] = torch.arange(sizes[repeated]).repeat(key.count)
+        found[repeated] = torch.arange(sizes[repeated], device=device).repeat(key.count)
     for axis, placement in zip(mesh.mesh.names, where, strict=True):
         if isinstance(placement, Shard) and placement.dim < len(sizes):
             line = found[placement.dim]
-            line = torch.arange(sizes[placement.dim]) if line is None else line
+            line = torch.arange(sizes[placement.dim], device=device) if line is None else line
             parts, place = mesh.size(axis), mesh.place(axis)
             found[placement.dim] = take(line, 0, _outer(placement), parts, place)
     return sizes, found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,29 +17,29 @@ from torch import fx
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
 from fxpart.plan.constraint_table import CONTEXT_AXIS, QUEUE
-from fxpart.plan.model import Alternative, Certificate, Plan, PlanModel
-from fxpart.planner.constraints import constrains_cuts
+from fxpart.plan.model import Plan, PlanModel
 from fxpart.planner.context_parallelism import PlacedSequences
-from fxpart.planner.device_assignment import StageAssignment, assign_devices, order_of
+from fxpart.planner.degree_proposal import DegreeSearchResult, make_proposal, select_distinct
+from fxpart.planner.device_assignment import assign_devices
 from fxpart.planner.execution_mode import ASYNC, as_synchronous
-from fxpart.planner.families.schedule_selection import with_cut_schedules
+from fxpart.planner.families.schedule_selection import (
+    requested_schedules,
+    with_cut_schedules,
+)
 from fxpart.planner.joint_plan_builder import make_joint_plan
-from fxpart.planner.prediction.alternatives import AlternativeComparison
 from fxpart.planner.prediction.process_memory import with_process
 from fxpart.planner.refinement import find_contention
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import SearchSpace
 from fxpart.pricing.weights import trained_names, weights
-from fxpart.schedule.host_contention import average_computing_stages
 from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_closed_forms
 from fxpart.schedule.weight_modes import STASH
 from fxpart.solver.joint.choice_translation import ChoiceTranslation
 from fxpart.solver.joint.constraints.apply import apply_constraints, with_options
 from fxpart.solver.joint.constraints.parse import parse_constraints
-from fxpart.solver.joint.objective import JointScorer, degrees, evaluate, uniform_degrees
+from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.portfolio import solve, status_of
 from fxpart.solver.joint.problem import (
-    JointChoice,
     JointProblem,
     JointSolution,
     ParallelOption,
@@ -49,44 +49,11 @@ from fxpart.solver.problem import RECOMPUTE_MODES
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
-    from fxpart.cluster.model import Cluster
     from fxpart.planner.request import PlanRequest
     from fxpart.solver.progress import Progress
 
 _MESHES = 64  # up to so many meshes, each is solved separately, so that each has its best answer
 _STAGE_COUNTS = 24  # most problems when each number of stages is solved separately too
-
-
-@dataclass(frozen=True)
-class MeshProposal:
-    """Degrees shared by all stages: mesh is "dp=2,tp=2", "" where a stage is one rank.
-
-    experts: whether experts are distributed over dp. choice: the complete choice of the joint
-    problem. seconds: its step time by that problem, which assumes that all ranks of a host compute
-    all the time. expected_seconds: its step time with the average number of ranks that compute at
-    once.
-    """
-
-    mesh: str
-    zero: int
-    experts: bool
-    choice: JointChoice
-    seconds: float
-    expected_seconds: float
-
-
-@dataclass(frozen=True)
-class DegreeSearchResult:
-    """The joint problem under the user's constraints, its solution, and meshes to price exactly.
-
-    proposals: the best of each mesh, or of each mesh with and without ZeRO, by rising expected step
-    time.
-    """
-
-    problem: JointProblem
-    provenance: dict[str, str]
-    solution: JointSolution
-    proposals: tuple[MeshProposal, ...]
 
 
 def build_joint_problem(
@@ -193,8 +160,9 @@ def choose_degrees(
             fix=f"use {len(request.cluster.devices)} ranks, a larger cluster, or fewer constraints",
         )
     solved = list(_solve_each(problems, request, progress))
+    schedules = requested_schedules(request)
     found = [
-        make_proposal(constrained, ChoiceTranslation(one, constrained)(choice), pace)
+        make_proposal(constrained, ChoiceTranslation(one, constrained)(choice), pace, schedules)
         for one, solution in zip(problems, solved, strict=True)
         for choice in solution.candidates
     ]
@@ -276,124 +244,6 @@ def _split_by_stage_count(problem: JointProblem, width: int, most: int) -> Itera
         return
     for count in counts:
         yield msgspec.structs.replace(problem, min_stages=count, max_stages=count)
-
-
-def make_proposal(
-    problem: JointProblem, choice: JointChoice, pace: Callable[[float], float] | None = None
-) -> MeshProposal:
-    """Return the mesh of a choice whose stages have equal degrees. pace: as in choose_degrees."""
-    data, tensor, expert, zero, context = uniform_degrees(problem, choice.options[0])
-    assert expert in (1, data), "the search space has trainable plans only"
-    sizes = (("dp", data), ("tp", tensor), (CONTEXT_AXIS, context))
-    axes = [f"{name}={size}" for name, size in sizes if size > 1]
-    seconds = evaluate(problem, choice).seconds
-    busy = average_computing_stages(len(choice.options), choice.microbatches)
-    width = count_option_devices(problem, problem.options[choice.options[0]])
-    return MeshProposal(
-        mesh=",".join(axes),
-        zero=zero if data > 1 else 0,
-        experts=expert > 1,
-        choice=choice,
-        seconds=seconds,
-        expected_seconds=seconds if pace is None else seconds * pace(busy * width),
-    )
-
-
-def select_distinct(rows: Sequence[MeshProposal], levels: bool = False) -> tuple[MeshProposal, ...]:
-    """Return the best of each mesh, or of each with and without ZeRO, by rising expected time."""
-    kept: dict[tuple[str, bool, bool], MeshProposal] = {}
-    for one in sorted(rows, key=lambda row: row.expected_seconds):
-        kept.setdefault((one.mesh, one.experts, levels and one.zero > 0), one)
-    return tuple(kept.values())
-
-
-def make_degree_certificate(
-    chosen: DegreeSearchResult, plan: Plan, ratios: Sequence[float]
-) -> Certificate:
-    """Return the certificate of the selected degrees, over the costs of single blocks.
-
-    ratios: exact step times of the meshes that were lowered, by their estimates. Where the plan's
-    exact step time is below the bound over estimates, the bound is that time and proves nothing.
-    """
-    problem, solution = chosen.problem, chosen.solution
-    objective, exact = solution.objective, plan.prediction.step_seconds
-    bound = min(solution.bound, objective, exact)
-    status = solution.status if bound == min(solution.bound, objective) else "best found"
-    assert status in ("optimal", "within gap", "best found"), "there is a choice"
-    counts = ", ".join(map(str, problem.microbatches))
-    found = sorted({uniform_degrees(problem, i) for i in range(len(problem.options))})
-    words = ", ".join(f"{d}x{t}" for d, t in dict.fromkeys((d, t) for d, t, *_ in found))
-    if shared := sorted({c for *_, c in found if c > 1}):
-        words += f", sequences over {', '.join(map(str, shared))} ranks or one"
-    if spread := sorted({e for _, _, e, *_ in found if e > 1}):
-        words += f", experts over {', '.join(map(str, spread))} data-parallel ranks or none"
-    levels = ", ".join(map(str, sorted({zero for *_, zero, _ in found})))
-    schedules = ", ".join(problem.schedules)
-    if ASYNC in problem.schedules:
-        schedules += f" (weights {problem.weights}, weight prediction not included)"
-    return Certificate(
-        status=status,
-        objective=objective,
-        lower_bound=bound,
-        gap=(objective - bound) / objective if objective > 0 else 0.0,
-        solver=solution.solver,
-        over=(
-            f"dp x tp of {words}, equal for all stages, ZeRO {levels}, {problem.min_stages} to "
-            f"{problem.max_stages} stages, microbatches of {counts}, schedules "
-            f"{schedules}{_describe_modes(problem)}, each block priced separately"
-            f"{_describe_ratios(ratios)}"
-        ),
-    )
-
-
-def _describe_modes(problem: JointProblem) -> str:
-    """Return the modes of recomputation that were compared, for the certificate."""
-    modes = {option.recompute for option in problem.options}
-    if modes == {"none"}:
-        return ""
-    return f", recompute {' or '.join(m for m in RECOMPUTE_MODES if m in modes)} per stage"
-
-
-def _describe_ratios(ratios: Sequence[float]) -> str:
-    """Describe how far the exact prices of the lowered meshes are from their estimates."""
-    if not ratios:
-        return ""
-    low, high = (f"{ratio:.0%}" for ratio in (min(ratios), max(ratios)))
-    text = low if low == high else f"{low} to {high}"
-    return f" (exact step times of the meshes that were lowered are {text} of these estimates)"
-
-
-def assign_proposal_devices(
-    chosen: DegreeSearchResult, one: MeshProposal, cluster: Cluster, request: PlanRequest
-) -> StageAssignment:
-    """Assign the cluster's devices to the proposal's stages.
-
-    With the proposal's stage boundaries, if the request constrains them.
-    """
-    fixed = constrains_cuts(request.constraints)
-    placement = assign_devices(cluster, chosen.problem, one.choice)
-    return StageAssignment(
-        order=None if placement is None else order_of(cluster, placement),
-        starts=one.choice.starts if fixed else None,
-        microbatches=one.choice.microbatches,
-        stages=len(one.choice.options),
-    )
-
-
-def find_rejected_choices(
-    chosen: DegreeSearchResult, one: MeshProposal, plan: Plan
-) -> tuple[tuple[Alternative, ...], tuple[Alternative, ...]]:
-    """Return the best rejected degrees, and single changes of the proposal.
-
-    They are priced block by block; their step times are scaled by the ratio of the plan's exact
-    step time to the proposal's estimate.
-    """
-    scorer = JointScorer(chosen.problem)
-    factor = plan.prediction.step_seconds / one.seconds if one.seconds > 0 else 1.0
-    comparison = AlternativeComparison(
-        scorer, one.choice, scorer.evaluate(one.choice), scale=factor
-    )
-    return comparison.candidates(chosen.solution), comparison.changes()
 
 
 def with_degrees(request: PlanRequest) -> dict[str, int | float | str | bool]:

@@ -59,8 +59,16 @@ def expand_assignments(
         if request.sharded and one is not given:
             limits = _list_limits(request, one) if every else (_clip(request, one),)
         for limit in limits:
-            found.setdefault((one.order, limit), replace(one, limit=limit))
+            found.setdefault(_key(request, one, limit), replace(one, limit=limit))
     return tuple(found.values())
+
+
+def _key(request: PlanRequest, one: StageAssignment, limit: int | None) -> object:
+    """Return what distinguishes assignments: the devices in their order."""
+    count = len(request.cluster.devices)
+    order = range(count) if one.order is None else one.order
+    most = count // request.mesh.size
+    return tuple(order), most if limit is None else min(limit, most)
 
 
 def _clip(request: PlanRequest, one: StageAssignment) -> int | None:

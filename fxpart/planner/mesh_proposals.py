@@ -10,14 +10,12 @@ from fxpart.compiler.mixture_ops import list_mixtures
 from fxpart.errors import FxpartError, Problem
 from fxpart.plan.contention import compute_pace, find_host_loads
 from fxpart.planner.cluster_views import UniformView, list_uniform_views
-from fxpart.planner.degrees import (
+from fxpart.planner.degree_proposal import (
     DegreeSearchResult,
     MeshProposal,
     assign_proposal_devices,
-    build_joint_problem,
-    choose_degrees,
-    with_degrees,
 )
+from fxpart.planner.degrees import build_joint_problem, choose_degrees, with_degrees
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.expert_parallelism import is_annotated_by_expert
 from fxpart.planner.families.schedule_selection import with_cut_schedules

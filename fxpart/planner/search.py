@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
@@ -15,11 +15,8 @@ from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
 from fxpart.planner.constraints import constrains_cuts
-from fxpart.planner.degrees import (
-    MeshProposal,
-    find_rejected_choices,
-    make_degree_certificate,
-)
+from fxpart.planner.degree_certificate import find_rejected_choices, make_degree_certificate
+from fxpart.planner.degree_proposal import MeshProposal
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.expert_parallelism import list_expert_choices
 from fxpart.planner.families import REPLICA_FAMILIES, find_family
@@ -54,8 +51,10 @@ _OUT_OF_MEMORY = {"FXP204", "FXP205"}
 _REFINED = 3  # meshes whose devices are tried in every order, on unequal devices
 _LARGE = 2000  # ops of a graph for which only the best proposal is lowered
 # Proposals are tried up to this factor of the best plan's step time: estimates by single blocks are
-# up to a third above exact prices, as they replicate the values between blocks.
+# up to a third above exact prices, as they replicate the values between blocks. Of larger graphs
+# they are tried up to what the factors of exact prices to estimates so far allow.
 _REACH = 1.4
+_SLACK = 1.005
 _NEAR = 1.25  # a mesh this much slower than a known plan is not tried with other placements
 _UNEQUAL_REACH = 8.0  # on unequal links, whose worst the estimates assume, for small graphs
 _MEASURED_REACH = 1.5  # with a measured model, whose contention is not in the estimates
@@ -131,6 +130,8 @@ def _find_equal_stages(
 
     for number, one in enumerate(proposals):
         most = _count_tries(front, proposals)
+        if not small and len(seconds) > 1:
+            reach = min(reach, _SLACK * _compute_reach(seconds))
         far = found and min(map(step_time, found)) * reach <= one.mesh.expected_seconds
         if found and (number >= most or far):
             break
@@ -145,6 +146,16 @@ def _find_equal_stages(
     own = [each for each in proposals if each.source.view is None]
     one = next((each for each in own if _key(each) == _key(one)), one)
     return PlanSearchResult(with_proof(plan, one, proposals, found), parts, one.source.problem)
+
+
+def _compute_reach(seconds: Mapping[SourcedProposal, float]) -> float:
+    """Return the factor up to which a proposal may be better than the best plan.
+
+    A proposal is expected to be as much below its estimate as any was so far, and by the spread of
+    these factors more. seconds: exact prices, by proposal.
+    """
+    factors = [exact / one.mesh.expected_seconds for one, exact in seconds.items()]
+    return max(factors) / min(factors) ** 2
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,16 @@ GPT-3 175B, a Llama of 70 billion parameters and a mixture of a trillion on the 
 bfloat16, 1536 sequences of 2048 tokens, for 128, 1,024 and 16,384 devices of one type and of two.
 Each model has a process of its own that captures it once; for each cluster it is priced and solved
 with everything that the planner knows (``--space all``). CPU seconds of one thread. Then ``fxpart
-plan --space all`` once for each model on 1,024 devices, from the shell, in seconds of wall time.
+plan`` of what can be trained, once for each model and cluster of one type, from the shell, with
+capture: CPU seconds and seconds of wall time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -22,6 +25,8 @@ from typing import Any
 
 from large_models import model
 from record import ROOT, parser, write
+
+from fxpart import Plan
 
 MODELS = {"gpt3": "gpt3-175b", "llama": "llama-70b", "mixture": "moe-1t"}
 ONE = ("16x8xh100", "128x8xh100", "2048x8xh100")
@@ -119,17 +124,31 @@ def with_cluster(request: Any, text: str) -> Any:
     return replace(request, cluster=Cluster.parse(text))
 
 
-def shell(function: str) -> dict[str, Any]:
-    """``fxpart plan`` from the shell: seconds of wall time, and the size of what it writes."""
+def shell(function: str, cluster: str) -> dict[str, Any]:
+    """``fxpart plan`` from the shell: its seconds, the step, and the size of what it writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         command = [sys.executable, "-m", "fxpart", "plan", f"{__file__}:{function}",
-                   "--cluster", ONE[1], "--space", "all", "-o", str(path)]  # fmt: skip
-        before = time.perf_counter()
-        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        seconds = time.perf_counter() - before
-        return {"model": MODELS[function], "plan_wall_seconds": round(seconds, 1),
-                "plan_bytes": path.stat().st_size}  # fmt: skip
+                   "--cluster", cluster, "-o", str(path)]  # fmt: skip
+        before, used = time.perf_counter(), children_seconds()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, env=environment)
+        row = {
+            "model": MODELS[function],
+            "cluster": cluster,
+            "plan_wall_seconds": round(time.perf_counter() - before, 1),
+            "plan_cpu_seconds": round(children_seconds() - used, 1),
+            "plan_bytes": path.stat().st_size,
+            "step_seconds": Plan.load(path).prediction.step_seconds,
+        }
+        sys.stderr.write(json.dumps(row) + "\n")
+        return row
+
+
+def children_seconds() -> float:
+    """CPU seconds of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -145,7 +164,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--only", name]
         found = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         figures["solved"] += json.loads(found.stdout)
-        figures["shell"].append(shell(function))
+        figures["shell"] += [shell(function, cluster) for cluster in ONE]
     del options.only
     write("planner", figures, options)
 

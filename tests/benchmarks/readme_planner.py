@@ -36,12 +36,14 @@ def planner(note: str) -> str:
         "microbatches",
     ]  # fmt: skip
     captures = {row["model"]: row["capture_cpu_seconds"] for row in found["solved"]}
+    times: dict[str, list[str]] = {}
+    for row in found["shell"]:
+        times.setdefault(row["model"], []).append(f"{row['plan_cpu_seconds']:.0f}")
     shell = "; ".join(
-        f"{row['model']} {row['plan_wall_seconds']:.0f} s of wall time (capture"
-        f" {captures[row['model']]:.0f} CPU s)"
-        for row in found["shell"]
+        f"{name} {', '.join(each)} (capture {captures[name]:.0f})" for name, each in times.items()
     )
-    return table(head, rows, f"`fxpart plan --space all` on 1,024 devices: {shell}. {note}")
+    text = f"`fxpart plan` of what can be trained, with capture, in CPU seconds: {shell}. {note}"
+    return table(head, rows, text)
 
 
 def others(note: str) -> str:

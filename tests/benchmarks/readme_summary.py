@@ -78,7 +78,11 @@ def _planner(figures: Mapping[str, Any]) -> str:
     rows = figures["solved"]
     worst = max(row.get("gap", 0.0) for row in rows)
     slowest = max(row["price_cpu_seconds"] + row["solve_cpu_seconds"] for row in rows)
-    return f"{len(rows)} plans, gap to the bound at most {gap(worst)}, at most {slowest:.0f} CPU s"
+    shell = [row["plan_cpu_seconds"] for row in figures["shell"]]
+    return (
+        f"{len(rows)} plans, gap to the bound at most {gap(worst)}, at most {slowest:.0f} CPU s;"
+        f" `fxpart plan` with capture {min(shell):.0f} to {max(shell):.0f} CPU s"
+    )
 
 
 def _errors(found: Mapping[str, float]) -> str:
