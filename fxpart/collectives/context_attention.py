@@ -93,7 +93,7 @@ def _attend_rows_at_once(
 def _make_fake_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: Sequence[int], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    output = _make_output(query, value)
     return output, query.new_empty(query.shape[:-1], dtype=_sum_dtype(query))
 
 
@@ -108,7 +108,7 @@ def attend_rows(
 
     starts: the number of the first query of each block in the sequence.
     """
-    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    output = _make_output(query, value)
     sums = query.new_empty(query.shape[:-1], dtype=_sum_dtype(query))
     heads, groups = query.shape[-3], key.shape[-3]
     for rows, start in _list_blocks(query, starts):
@@ -161,6 +161,12 @@ def attend_rows_backward(
             of_key[..., :start, :] += found[1]
             of_value[..., :start, :] += found[2]
     return of_query, of_key, of_value
+
+
+def _make_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return an empty output whose heads are next to each other in memory, as of fused kernels."""
+    *batch, heads, length, _ = query.shape
+    return query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
 
 
 def _list_blocks(query: torch.Tensor, starts: Sequence[Size]) -> Iterator[tuple[slice, Size]]:

@@ -30,6 +30,8 @@ from .placement_requirements import (
 from .random_draw_order import reorder_random_call
 from .reshard_builder import ReshardBuilder
 
+_VIEW = torch.ops.aten.view.default
+
 
 class LocalGraphBuilder:
     """Builds the rank-local graph of a sharded graph."""
@@ -117,7 +119,7 @@ class LocalGraphBuilder:
             "call_function", call.target, call.args, call.kwargs, node.name, node.type
         )
         new.meta = dict(node.meta)
-        new.meta["val"] = self._value(node, new)
+        new.meta["val"] = self._value_or_copy(node, new)
         if back is not None:
             new = self._add(torch.ops.aten.permute.default, (new, back))
         self.env[node] = new
@@ -201,6 +203,16 @@ class LocalGraphBuilder:
             homes = iter(self.demands.given[node])
             return map_tensors(held, lambda t: self._like(t, next(homes)))
         return self.run.value(new, held)
+
+    def _value_or_copy(self, node: fx.Node, new: fx.Node) -> Any:
+        """Return the local value; a view that local strides do not allow becomes a copy."""
+        try:
+            return self._value(node, new)
+        except (ValueError, RuntimeError):
+            if new.target is not _VIEW:
+                raise
+            new.target = torch.ops.aten.reshape.default
+            return self._value(node, new)
 
     def _check(self, node: fx.Node, new: fx.Node) -> None:
         """Check that the op returns the local shapes of its layout."""

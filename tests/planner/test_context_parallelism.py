@@ -20,7 +20,7 @@ from zoo import ZOO
 
 import fxpart
 from fxpart import FxpartError, Plan, Program
-from fxpart.collectives import CommunicationCounts
+from fxpart.collectives import CommunicationCounts, context_attention
 from fxpart.compat import attention_kernels
 from fxpart.compat.optimizer_choice import choose
 from fxpart.planner import context_parallelism
@@ -169,7 +169,7 @@ class Decoder(nn.Module):
         found = nn.functional.scaled_dot_product_attention(
             *parts.unbind(), is_causal=True, dropout_p=self.dropout
         )
-        x = x + found.transpose(1, 2).flatten(2)
+        x = x + found.transpose(1, 2).contiguous().view(x.shape)
         if self.flat:
             x = nn.functional.dropout(x.flatten(0, 1), 0.1).view(x.shape)
         return self.out(x)
@@ -213,6 +213,18 @@ def test_without_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_kernels, "_find_kernel", lambda *_: "")
     found = verify(decoder(), steps=3)
     assert found.passed and found.largest <= 1e-6
+
+
+def test_an_output_with_another_layout_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model views what fused kernels return, without a copy."""
+
+    def contiguous(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+    monkeypatch.setattr(context_attention, "_make_output", contiguous)
+    program = decoder()
+    assert "aten_reshape" in program.sources[0]
+    assert verify(program, steps=1).passed
 
 
 @pytest.mark.parametrize("mesh", ["cp=5", "cp=8"])
