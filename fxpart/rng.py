@@ -3,7 +3,8 @@
 A random op of the graph is called through :func:`seeded`: the default generator of the op's device
 is seeded for this call and restored afterwards. What dropout keeps is instead a function of seed
 and position (counter-based, as in Salmon et al., SC 2011), so that a rank computes it for its shard
-only. Results therefore do not depend on the number of ranks, the order of stages, or restarts.
+only. Results therefore do not depend on the number of ranks, the order of stages, or restarts,
+except where a partial batch is cut into other microbatches on another mesh.
 """
 
 from __future__ import annotations

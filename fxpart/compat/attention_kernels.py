@@ -35,6 +35,7 @@ def attend(
     is_causal: query i reads keys 0 to i; there are as many keys as queries.
     """
     kernel = _find_kernel(query, value)
+    query, key, value = map(_with_dense_rows, (query, key, value))
     if kernel == "cpu":
         found = _ATEN._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, 0.0, is_causal, scale=scale
@@ -69,7 +70,8 @@ def attend_backward(
     whole: of these queries on all keys that they read, of which ``key`` may be a part.
     """
     kernel = _find_kernel(query, value)
-    output, logsumexp = whole
+    query, key, value, gradient = map(_with_dense_rows, (query, key, value, gradient))
+    output, logsumexp = _with_dense_rows(whole.output), whole.logsumexp
     found: tuple[torch.Tensor, ...]
     if kernel == "cpu":
         found = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default(
@@ -91,6 +93,14 @@ def attend_backward(
     else:
         found = _differentiate_in_chunks(gradient, query, key, value, whole, scale, is_causal)
     return found[0], found[1], found[2]
+
+
+def _with_dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with the elements of a row next to each other, as all kernels assume.
+
+    Torch's own attention checks this before it calls them; they do not.
+    """
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _find_kernel(query: torch.Tensor, value: torch.Tensor) -> str:

@@ -40,6 +40,15 @@ def shard_sequences(
     if parts == 1 or _is_named(given):
         return {}
     attentions = list_attentions(graph)
+    if whole := [node.name for node in attentions if not _has_rows(node)]:
+        raise error(
+            "FXP105",
+            where=f"mesh {mesh}",
+            why=f"the axis {CONTEXT_AXIS} cannot shard the queries of {', '.join(whole)}: causal "
+            "attention of [batch, heads, tokens, width] without a mask needs as many keys and "
+            "values, of as many batches and heads",
+            fix="use other axes",
+        )
     lengths = {hint(node.meta["val"].shape[-2]) for node in attentions}
     wrong = sorted(length for length in lengths if length % parts)
     if wrong or not attentions:
@@ -57,6 +66,12 @@ def shard_sequences(
     rows = ROWS if stripes == 1 else f"{ROWS}{PARTS}{stripes}"
     found = {f"op:{node.name}": f"{CONTEXT_AXIS}:{rows}" for node in attentions}
     return found | _place_inputs(graph, captured, lengths, stripes)
+
+
+def _has_rows(attention: fx.Node) -> bool:
+    """Return whether the queries can be sharded."""
+    rule = rule_of(attention)
+    return rule is not None and ROWS in rule.factors
 
 
 def _count_stripes(attentions: Sequence[fx.Node], lengths: Collection[int], parts: int) -> int:
@@ -113,8 +128,7 @@ class PlacedSequences:
     def tokens(self) -> int:
         """The common divisor of the lengths of all sequences with attention; 0 without any."""
         found = list_attentions(self.graph.graph)
-        rules = map(rule_of, found)
-        if not all(rule is not None and ROWS in rule.factors for rule in rules):
+        if not all(map(_has_rows, found)):
             return 0
         return gcd(*(hint(node.meta["val"].shape[-2]) for node in found))
 

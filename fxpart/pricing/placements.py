@@ -219,12 +219,13 @@ def _solve(
     built: PlacementMapping, time_limit: float, solver: str
 ) -> tuple[PlacementSolution, bool]:
     """Return the solution, and whether it is the best choice without a budget."""
-    problem = built.problem
+    problem, deadline = built.problem, time.monotonic() + time_limit
     ample = replace(built, problem=msgspec.structs.replace(problem, budget=_AMPLE))
     found = solve_rows(ample, time_limit=time_limit, solver=solver)
     if found.choice is not None and evaluate(problem, found.choice).feasible:
         return found, True
-    return solve_rows(built, time_limit=time_limit, solver=solver), False
+    left = max(time_limit / 2, deadline - time.monotonic())
+    return solve_rows(built, time_limit=left, solver=solver), False
 
 
 def _row_symbols(graph: fx.Graph, captured: CapturedModel) -> frozenset[str]:

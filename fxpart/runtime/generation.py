@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +33,16 @@ class GenerationOptions:
     def check(self) -> GenerationOptions:
         """Raise FXP109 for invalid values."""
         wrong = ""
-        if self.max_new_tokens < 1:
-            wrong = "max_new_tokens must be at least 1"
-        elif self.temperature < 0:
-            wrong = "temperature must be 0 (the most likely token) or more"
-        elif self.top_k is not None and self.top_k < 1:
-            wrong = "top_k must be at least 1"
+        if not _is_count(self.max_new_tokens):
+            wrong = "max_new_tokens must be an integer of at least 1"
+        elif not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            wrong = "temperature must be 0 (the most likely token) or a number above it"
+        elif self.top_k is not None and not _is_count(self.top_k):
+            wrong = "top_k must be an integer of at least 1"
+        elif not isinstance(self.seed, int):
+            wrong = "seed must be an integer"
+        elif self.top_p is not None and not _is_number(self.top_p):
+            wrong = "top_p must be a number"
         elif self.top_p is not None and not 0 < self.top_p <= 1:
             wrong = "top_p must be more than 0 and at most 1"
         elif not self.temperature and (self.top_k, self.top_p) != (None, None):
@@ -52,6 +57,14 @@ class GenerationOptions:
             f"{self.max_new_tokens} tokens at {self.temperature} of {self.top_k} {self.top_p} "
             f"seed {self.seed} end {self.eos_token_id} logits {self.logits}"
         )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 class TokenSequences:
@@ -118,9 +131,17 @@ class TokenInputs:
     """Builds the batch of a model of tokens: its tokens, and ones as its attention mask."""
 
     def __init__(
-        self, inputs: Sequence[InputSpec], read: Collection[str], options: GenerationOptions
+        self,
+        inputs: Sequence[InputSpec],
+        read: Collection[str],
+        options: GenerationOptions,
+        multiple: int = 1,
     ) -> None:
-        """inputs: of the program. read: those that the outputs depend on. FXP109 without tokens."""
+        """inputs: of the program. read: those that the outputs depend on. FXP109 without tokens.
+
+        multiple: the divisor of the number of tokens in a row.
+        """
+        self._multiple = multiple
         self._make = options.make_batch
         tokens = [spec for spec in inputs if _has_tokens(spec) and spec.name in read]
         # Sizes may be read from labels, whose values do not matter.
@@ -149,7 +170,8 @@ class TokenInputs:
 
     def build(self, sequences: TokenSequences) -> Any:
         """Return the batch with all tokens so far; a causal model ignores the padding."""
-        tokens = sequences.pad(max(sequences.lengths) if self._length is None else self._length)
+        longest = -(-max(sequences.lengths) // self._multiple) * self._multiple
+        tokens = sequences.pad(longest if self._length is None else self._length)
         if self._make is not None:
             return self._make(tokens)
         found = {

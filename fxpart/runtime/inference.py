@@ -14,7 +14,7 @@ from fxpart.errors import error
 from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource
 from fxpart.runtime.batch.batch_iterator import call_user_function, iterate_batches
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
-from fxpart.runtime.batch.mesh_rank_batch import get_global_inputs
+from fxpart.runtime.batch.mesh_rank_batch import get_dim_multiple, get_global_inputs
 from fxpart.runtime.batch.outputs import Outputs, gather_outputs
 from fxpart.runtime.batch.repetition_check import check_repetition
 from fxpart.runtime.batch.row_repetition import drop_repeated_rows
@@ -129,7 +129,9 @@ class Inference(StatefulTrainer):
         run, sequences = agree(self._transport, "the arguments of generate", begin)
         source, engine, outputs = self._predictor(False)
         names = {value.name for stage in engine.spec.stages for value in stage.inputs}
-        inputs = TokenInputs(get_global_inputs(engine.spec), names, run)
+        inputs = TokenInputs(
+            get_global_inputs(engine.spec), names, run, get_dim_multiple(engine.spec, 1)
+        )
         inputs.check(max(sequences.lengths) + run.max_new_tokens)
         dims = {v.name: len(v.shape) for stage in engine.spec.stages for v in stage.outputs}
         wanted = Outputs((select_logits(outputs.specs, dims, run.logits),))

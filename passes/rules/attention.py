@@ -62,9 +62,17 @@ def _attention(call: SchemaCall) -> ShardingRule:
 
 
 def _has_row_form(call: SchemaCall) -> bool:
-    """Return whether queries of causal attention can be sharded: as many keys, in batches."""
-    query, key = call.shape("query"), call.shape("key")
-    return len(query) == 4 and same(query[-2], key[-2]) and not call.has("attn_mask")
+    """Return whether queries of causal attention can be sharded.
+
+    With as many keys, of one batch; their heads may be grouped, or one for all queries.
+    """
+    query, key, held = call.shape("query"), call.shape("key"), call.shape("value")
+    if len(query) != 4 or call.has("attn_mask") or not same(query[-2], key[-2]):
+        return False
+    if not (all(map(same, key[:-1], held[:-1])) and same(query[0], key[0])):
+        return False
+    grouped = bool(call.given.get("enable_gqa"))
+    return grouped or same(query[1], key[1]) or is_one(key[1])
 
 
 TABLE: dict[str, Entry] = {"aten.scaled_dot_product_attention": _attention}

@@ -215,3 +215,13 @@ def test_elements_that_are_not_finite() -> None:
     )
     assert TensorStatistics.of([0.0] * 6) == TensorStatistics(0.0, 0.0, 0.0, 0.0, 0, 0)
     assert join_rows(sum_elements(torch.empty(2, 0))).count == 0
+
+
+def test_elements_beyond_single_precision() -> None:
+    """Squares of float32 and elements of float64; more elements than float32 counts one by one."""
+    assert join_rows(sum_elements(torch.full((4,), 1e20))).norm == pytest.approx(2e20)
+    found = join_rows(sum_elements(torch.tensor([1e300, -1e300], dtype=torch.float64)))
+    assert found.largest == 1e300 and found.nonfinite == 0
+    assert (
+        join_rows(sum_elements(torch.zeros((1 << 24) + 3, dtype=torch.int8))).count == (1 << 24) + 3
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -173,8 +174,13 @@ def test_invalid_arguments() -> None:
     _, trainer = make_trainer(mesh="none", stages=1)
     prompts = tokens(2, 3)
     for given, text in (
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer of at least 1"),
         ({"temperature": -1.0}, "temperature must be 0"),
+        ({"temperature": math.nan}, "temperature must be 0"),
+        ({"temperature": 1.0, "top_k": 2.5}, "top_k must be an integer"),
+        ({"temperature": 1.0, "top_p": "a"}, "top_p must be a number"),
+        ({"seed": "a"}, "seed must be an integer"),
         ({"top_k": 3}, "need a temperature"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p must be more than 0"),
         ({"tokens": 3}, "unexpected keyword"),

@@ -297,6 +297,18 @@ def get_row_multiple(spec: ProgramSpec) -> int:
     return math.lcm(*count_row_parts(spec).values())
 
 
+def get_dim_multiple(spec: ProgramSpec, dim: int) -> int:
+    """Return the divisor of a dim's size in all inputs that have it."""
+    if spec.sharding is None:
+        return 1
+    mesh, placements = get_stage_mesh(spec), get_input_placements(spec)
+    return math.lcm(*(
+        count_dim_parts(mesh, placements[given.name], dim)
+        for given in spec.sharding.inputs
+        if dim < len(given.shape)
+    ))  # fmt: skip
+
+
 def find_uneven_dims(spec: ProgramSpec, cut: MicrobatchSplit) -> list[Problem]:
     """Return problems with inputs whose symbolic dims do not divide into equal parts."""
     if spec.sharding is None:

@@ -88,8 +88,8 @@ def compute_gradient_statistics(
 
 
 def sum_elements(values: torch.Tensor) -> torch.Tensor:
-    """Return the sums of the last dim's elements, as the last dim of the result; float32."""
-    values = values.detach().float()
+    """Return the sums of the last dim's elements, as the last dim of the result; float64."""
+    values = values.detach().double()
     if not values.shape[-1]:
         return values.new_zeros(*values.shape[:-1], COLUMNS)
     finite = torch.isfinite(values)
@@ -98,7 +98,7 @@ def sum_elements(values: torch.Tensor) -> torch.Tensor:
         finite.sum(-1), kept.sum(-1), kept.square().sum(-1), kept.abs().amax(-1),
         (values == 0).sum(-1), (~finite).sum(-1),
     )  # fmt: skip
-    return torch.stack([each.float() for each in sums], -1)
+    return torch.stack([each.double() for each in sums], -1)
 
 
 def join_rows(rows: torch.Tensor) -> TensorStatistics:
