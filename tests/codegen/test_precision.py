@@ -176,11 +176,13 @@ def test_other_precisions_are_refused(name: str) -> None:
         capture(Tiny(), words(), loss=loss, precision=name)
 
 
-def test_the_page_shows_what_is_printed() -> None:
+def test_the_page_gives_the_code_and_the_cause_that_are_printed() -> None:
     page = (Path(fxpart.__file__).parent / "docs" / "converting_a_script.md").read_text("utf-8")
     with pytest.raises(FxpartError) as found:
         tiny(2, precision="fp16")
-    assert "".join(f"    {line}\n" for line in str(found.value).splitlines()) in page
+    problem = found.value.problems[0]
+    assert f"float16 is refused ({problem.code}) because it needs loss scaling" in page
+    assert problem.why.startswith("float16 needs loss scaling")
 
 
 def test_rounded_transfers_equal_one_process_that_rounds() -> None:
