@@ -165,10 +165,11 @@ def list_written_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
 @lru_cache(maxsize=4096)
 def _may_write(target: Any) -> bool:
     """Return whether a call may write an argument; True where its arguments say which op runs."""
-    if target is seeded or is_random_shard(target) or is_collective(target):
+    if target is seeded or is_collective(target):
         return True
-    known = is_op(target)
-    return known and bool(_list_written_arguments(target) or packet_name(target) in _STATISTICS)
+    return is_op(target) and bool(
+        _list_written_arguments(target) or packet_name(target) in _STATISTICS
+    )
 
 
 @lru_cache(maxsize=4096)

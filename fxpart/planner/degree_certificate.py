@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from fxpart.plan.model import Alternative, Certificate, Plan
 from fxpart.planner.degree_proposal import DegreeSearchResult, MeshProposal
 from fxpart.planner.execution_mode import ASYNC
 from fxpart.planner.prediction.alternatives import AlternativeComparison
 from fxpart.solver.joint.objective import JointScorer, uniform_degrees
-from fxpart.solver.joint.problem import (
-    JointProblem,
-)
+from fxpart.solver.joint.problem import JointProblem
 from fxpart.solver.problem import RECOMPUTE_MODES
-
-if TYPE_CHECKING:
-    pass
 
 
 def make_degree_certificate(

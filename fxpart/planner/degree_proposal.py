@@ -11,9 +11,7 @@ import msgspec
 from fxpart.plan.constraint_table import CONTEXT_AXIS
 from fxpart.planner.constraints import constrains_cuts
 from fxpart.planner.device_assignment import StageAssignment, assign_devices, order_of
-from fxpart.planner.families.schedule_selection import (
-    chooses_cuts,
-)
+from fxpart.planner.families.schedule_selection import chooses_cuts
 from fxpart.schedule.host_contention import average_computing_stages
 from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.objective import evaluate, uniform_degrees
