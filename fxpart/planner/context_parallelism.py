@@ -33,7 +33,7 @@ def shard_sequences(
     """Return annotations that shard the sequences of a graph over the context axis.
 
     The queries of every attention are sharded, and the inputs whose dim after the batch is as long.
-    None where the mesh lacks the axis, or the user's annotations (``given``) name it. Raise FXP105
+    Empty where the mesh lacks the axis, or the user's annotations (``given``) name it. Raise FXP105
     where the axis cannot shard the sequences.
     """
     parts = dict(mesh.axes).get(CONTEXT_AXIS, 1)
@@ -41,10 +41,11 @@ def shard_sequences(
         return {}
     attentions = list_attentions(graph)
     if whole := [node.name for node in attentions if not _has_rows(node)]:
+        more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
         raise error(
             "FXP105",
             where=f"mesh {mesh}",
-            why=f"the axis {CONTEXT_AXIS} cannot shard the queries of {', '.join(whole)}: causal "
+            why=f"the axis {CONTEXT_AXIS} cannot shard the queries of {whole[0]}{more}: causal "
             "attention of [batch, heads, tokens, width] without a mask needs as many keys and "
             "values, of as many batches and heads",
             fix="use other axes",
