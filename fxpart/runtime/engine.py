@@ -16,8 +16,9 @@ from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.cooperative_scheduler import run_cooperatively
-from fxpart.runtime.executor.executor import BackwardHooks, Executor, StageFailure, StepInput
+from fxpart.runtime.executor.instruction import BackwardHooks, StageFailure, StepInput
 from fxpart.runtime.executor.recompute import Mode
+from fxpart.runtime.executor.step_executor import StepExecutor
 from fxpart.runtime.executor.transfer_routes import find_routes
 from fxpart.runtime.gradients.tied_parameters import find_tied_transfers
 from fxpart.runtime.mesh.communicators import MeshCommunicators
@@ -95,7 +96,7 @@ class PipelineEngine:
         self._ends = self._events.mark(END, "wait", peer=ALL)
         # The host's clock measures computation on a CPU, but only the launch of kernels on a GPU.
         self._seen = all(device.type == "cpu" for device in devices.values())
-        self._executors: dict[tuple[int, bool], list[list[Executor]]] = {}
+        self._executors: dict[tuple[int, bool], list[list[StepExecutor]]] = {}
         self._losses = [
             stage.index
             for stage in self.spec.stages
@@ -117,7 +118,7 @@ class PipelineEngine:
                 for executor in executors:
                     self._attach(mesh_rank, executor)
 
-    def _attach(self, mesh_rank: MeshRank, executor: Executor) -> None:
+    def _attach(self, mesh_rank: MeshRank, executor: StepExecutor) -> None:
         if self._recorder is None:
             executor.wrap(None)
             return
@@ -186,7 +187,7 @@ class PipelineEngine:
         if self._meshes is not None:
             self._meshes.leave(mesh_rank, cause)
 
-    def _get(self, microbatches: int, train: bool, keep_outputs: bool) -> list[list[Executor]]:
+    def _get(self, microbatches: int, train: bool, keep_outputs: bool) -> list[list[StepExecutor]]:
         """Return per mesh rank its executors, one for each local rank."""
         key = (microbatches, keep_outputs)
         if key not in self._executors:
@@ -201,7 +202,7 @@ class PipelineEngine:
 
     def _make(
         self, mesh_rank: MeshRank, microbatches: int, train: bool, keep_outputs: bool
-    ) -> list[Executor]:
+    ) -> list[StepExecutor]:
         ranks = get_pipeline_ranks(self._ranks, mesh_rank.index)
         name = self._schedule if train else "forward"
         schedule = resolve_schedule(
@@ -209,7 +210,7 @@ class PipelineEngine:
         )
         hooks = None if self._hooks is None else self._hooks(mesh_rank.index)
         return [
-            Executor(
+            StepExecutor(
                 mesh_rank.spec,
                 {s: m for s, m in mesh_rank.modules.items() if ranks[s] == rank},
                 schedule,
@@ -230,7 +231,7 @@ class PipelineEngine:
 
     def _run_mesh_rank(
         self,
-        executors: list[Executor],
+        executors: list[StepExecutor],
         cut: MicrobatchSplit,
         keys: Sequence[int],
         gate: Callable[[], None],
@@ -247,7 +248,7 @@ class PipelineEngine:
             where = ", ".join(f"rank {e.rank} at {e.waiting()}" for e in stuck)
             raise error("FXP901", where=where, why="no rank can make progress", fix="")
 
-    def _record_gate(self, executor: Executor, gate: Callable[[], None]) -> Callable[[], None]:
+    def _record_gate(self, executor: StepExecutor, gate: Callable[[], None]) -> Callable[[], None]:
         def recorded_gate() -> None:
             self._events.write(self._agrees)
             gate()
@@ -262,7 +263,9 @@ class PipelineEngine:
         inputs = cut.taken(self._used[rank], self._devices[rank])
         return StepInput(inputs, cut.sizes, tuple(w * factor for w in cut.weights), keys)
 
-    def _exchange_results(self, executors: list[Executor], cut: MicrobatchSplit) -> PipelineResult:
+    def _exchange_results(
+        self, executors: list[StepExecutor], cut: MicrobatchSplit
+    ) -> PipelineResult:
         """Exchange the loss and failures between all processes."""
         failures = [e.failure for e in executors if e.failure is not None]
         # Mesh ranks that were only aborted add no information.
@@ -289,7 +292,7 @@ class PipelineEngine:
         return PipelineResult(self._share_loss(loss, rows), outputs)
 
     def _weighted_loss(
-        self, executors: list[Executor], cut: MicrobatchSplit
+        self, executors: list[StepExecutor], cut: MicrobatchSplit
     ) -> torch.Tensor | None:
         """Return the sum over the microbatches whose losses are local, of the first mesh rank."""
         total: torch.Tensor | None = None

@@ -26,7 +26,7 @@ from fxpart.runtime.embedding_tables import check_optimizer_support
 from fxpart.runtime.engine import PipelineEngine, resolve_schedule
 from fxpart.runtime.entry_point import EntryPoints
 from fxpart.runtime.executor.cuda_graphs import graph_stages
-from fxpart.runtime.executor.executor import BackwardHooks
+from fxpart.runtime.executor.instruction import BackwardHooks
 from fxpart.runtime.executor.torch_compile import (
     StageCompilation,
     StageCompiler,

@@ -18,7 +18,10 @@ FORWARD = "forward"  # name of the evaluation schedule, which has no backwards
 
 
 class ActionKind(Enum):
-    """Kind of an action; I and W are the input-gradient and weight-gradient halves of a B."""
+    """Kind of an action; I and W are the input-gradient and weight-gradient halves of a B.
+
+    REDUCE and UPDATE are those of an asynchronous stage after the last backward of a minibatch.
+    """
 
     F = "F"
     B = "B"
@@ -28,14 +31,18 @@ class ActionKind(Enum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    REDUCE = "REDUCE"
+    UPDATE = "UPDATE"
 
     is_compute: bool
+    is_transfer: bool
     # Members are singletons, so hashing by identity is correct, and five times faster than by name.
     __hash__ = object.__hash__
 
     def __init__(self, text: str) -> None:
-        """Store whether the kind computes (one letter) or transfers data (several letters)."""
+        """Store whether the kind computes (one letter) or transfers data to another stage."""
         self.is_compute = len(text) == 1
+        self.is_transfer = text.startswith(("SEND", "RECV"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ class Action:
 
     def __post_init__(self) -> None:
         """Check that exactly the transfers have a peer."""
-        assert (self.peer is None) == self.kind.is_compute, "exactly the transfers have a peer"
+        assert (self.peer is not None) == self.kind.is_transfer, "exactly the transfers have a peer"
 
     @property
     def plain(self) -> Action:

@@ -26,7 +26,7 @@ from record import parser as benchmark_parser
 from record import write
 
 from fxpart.runtime import InProcess, Trainer, connect
-from fxpart.runtime.executor.executor import Instruction
+from fxpart.runtime.executor.instruction import Instruction
 from fxpart.runtime.monitor.recorder import Recorder
 from fxpart.schedule.action import parse
 

@@ -20,7 +20,8 @@ from runtime_programs import Faulty, make
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.engine import resolve_schedule
-from fxpart.runtime.executor.executor import Executor, Instruction
+from fxpart.runtime.executor.instruction import Instruction
+from fxpart.runtime.executor.step_executor import StepExecutor
 from fxpart.runtime.monitor.recorder import measure_clock_offset
 from fxpart.schedule.measured_timeline import PHASES, MeasuredSpan, MeasuredTimeline
 
@@ -202,7 +203,7 @@ def test_an_executor_runs_what_it_is_given() -> None:
     """``wrap`` asks once for each instruction, in order, and None undoes it."""
     trainer = make(language((4,)), InProcess(1))
     trainer.step(batch())
-    executor: Executor = trainer._engine._executors[4, False][0][0]
+    executor: StepExecutor = trainer._engine._executors[4, False][0][0]
     seen: list[str] = []
 
     def around(instruction: Instruction) -> Instruction:

@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from fxpart.program.edges import find_stage_edges as edges_of
 from fxpart.program.spec import InputSpec, ProgramSpec, StageSpec, StateSpec, ValueSpec
 from fxpart.runtime import InProcess, ProcessGroupTransport
-from fxpart.runtime.executor.executor import Executor, StepInput
+from fxpart.runtime.executor.instruction import StepInput
 from fxpart.runtime.executor.routes import MessageRoutes
+from fxpart.runtime.executor.step_executor import StepExecutor
 from fxpart.runtime.transport.interface import Transport
 from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge
 from fxpart.schedule.builders import assign_v_ranks
@@ -251,7 +252,7 @@ class _Known(torch.autograd.Function):
 # -- runs --------------------------------------------------------------------------------------
 
 
-def executed(given: Case, transport: Transport, checked: Counter[str]) -> list[Executor]:
+def executed(given: Case, transport: Transport, checked: Counter[str]) -> list[StepExecutor]:
     """The executors of this process's ranks, through one step."""
     spec, schedule = given.spec, given.schedule
     executors, modules = [], {}
@@ -262,7 +263,7 @@ def executed(given: Case, transport: Transport, checked: Counter[str]) -> list[E
             if at == rank
         }
         if mine:
-            executors.append(Executor(spec, mine, schedule, rank, transport, _CPU, train=True))
+            executors.append(StepExecutor(spec, mine, schedule, rank, transport, _CPU, train=True))
         modules |= mine
     count = schedule.microbatches
     feed = StepInput(

@@ -61,7 +61,7 @@ class ReceiveChannel:
         self._device = device
         self._form = form
         self._ahead = ahead
-        self.source = ends[0]
+        self.source, _, self.channel = ends
         self.begin()
 
     def begin(self) -> None:
@@ -75,11 +75,18 @@ class ReceiveChannel:
         self._limit = limit
         self._ensure(self.taken + self._ahead)
 
-    def ready(self) -> bool:
-        """Return whether the next message has arrived."""
+    def ready(self, index: int) -> bool:
+        """Return whether the next message has arrived. index: unused, as messages are ordered."""
         self._ensure(self.taken + 1)
         header, handles, _ = self._handles[0]
         return self._transport.ready(header) and all(map(self._transport.ready, handles))
+
+    def settle(self, index: int) -> None:
+        """Wait for the next message, but keep it; index: unused, as messages are ordered."""
+        self._ensure(self.taken + 1)
+        header, handles, _ = self._handles[0]
+        for handle in (header, *handles):
+            self._transport.wait(handle)
 
     def take(self) -> tuple[StageMessageHeader, list[torch.Tensor]]:
         """Wait for the next message, then post another receive."""

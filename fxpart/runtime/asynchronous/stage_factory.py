@@ -1,4 +1,4 @@
-"""Construction of the stages of an asynchronous trainer: weights, updaters and runners."""
+"""Construction of the stages of an asynchronous trainer: weights, updaters and executors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_program(
 
 
 def build_stages(trainer: AsyncTrainer) -> tuple[dict[Place, StageWeights], AsyncStageGroup]:
-    """Build the weights and the runner of every stage of this process."""
+    """Build the weights and the executor of every stage of this process."""
     options, async_options, state = trainer.options, trainer.async_options, trainer._state
     mine = collect_owned_parameters(state)
     total = sum(

@@ -10,8 +10,8 @@ import torch
 from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.asynchronous.stage_channels import AsyncStagePlacement, describe_transfers
+from fxpart.runtime.asynchronous.stage_executor import AsyncMinibatch, AsyncStageExecutor
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
-from fxpart.runtime.asynchronous.stage_runner import AsyncMinibatch, AsyncStageRunner
 from fxpart.runtime.asynchronous.stage_updater import StageUpdater
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.engine import find_used_inputs
@@ -34,13 +34,13 @@ from fxpart.runtime.weights import StageWeights
 from fxpart.schedule.asynchronous_channels import find_asynchronous_problems
 from fxpart.schedule.versions import WeightVersionCounters
 
-Work = Callable[[AsyncStageRunner], Iterator[None]]
+Work = Callable[[AsyncStageExecutor], Iterator[None]]
 
 
 class AsyncStageGroup:
-    """The stage runners of this process, interleaved within a mesh rank.
+    """The stage executors of this process, interleaved within a mesh rank.
 
-    runners, updates: by stage and mesh rank. broken: failure that ended the training, or None.
+    executors, updates: by stage and mesh rank. broken: failure that ended the training, or None.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AsyncStageGroup:
         recompute: Mapping[int, Mode],
         events: FlightRecorder,
     ) -> None:
-        """Open the routes and create the runners.
+        """Open the routes and create the executors.
 
         Arguments as for :class:`fxpart.runtime.engine.PipelineEngine`.
         """
@@ -75,7 +75,7 @@ class AsyncStageGroup:
         self._used = {rank: find_used_inputs(mesh_ranks, ranks, rank) for rank in transport.local}
         self.updates = dict(updates)
         self.broken: str | None = None
-        self.runners: dict[Place, AsyncStageRunner] = {}
+        self.executors: dict[Place, AsyncStageExecutor] = {}
         alone = len(transport.local) == transport.ranks
         if not alone:
             self._verify_channels(layout, get_pipeline_ranks(ranks, 0))
@@ -98,7 +98,7 @@ class AsyncStageGroup:
                     mesh_rank.spec, mesh_rank.spec.stages[stage], module, layout.found, False,
                     recompute.get(stage, "none"),
                 )  # fmt: skip
-                self.runners[place] = AsyncStageRunner(
+                self.executors[place] = AsyncStageExecutor(
                     layout, table, placement, versions, weights[place], updates[place]
                 )
 
@@ -119,37 +119,39 @@ class AsyncStageGroup:
             mesh_rank.index: cut for mesh_rank, cut in zip(self._mesh_ranks, cuts, strict=True)
         }
 
-        def work(runner: AsyncStageRunner) -> Iterator[None]:
-            cut = parts[runner.placement.mesh_rank]
-            yield from runner.minibatch(self._batch(runner, cut, keys), cut.sizes, closing=closing)
+        def work(executor: AsyncStageExecutor) -> Iterator[None]:
+            cut = parts[executor.placement.mesh_rank]
+            yield from executor.minibatch(
+                self._batch(executor, cut, keys), cut.sizes, closing=closing
+            )
             if closing:
-                yield from runner.flush()
+                yield from executor.flush()
 
         self._run(work)
 
     def flush(self) -> None:
         """Flush the pipeline: run all remaining backwards."""
-        self._run(AsyncStageRunner.flush)
+        self._run(AsyncStageExecutor.flush)
 
     def begin(self, versions: WeightVersionCounters) -> None:
         """Start again with an empty pipeline."""
-        for runner in self.runners.values():
-            runner.weights.restart(versions.start)
-            runner.begin(versions)
+        for executor in self.executors.values():
+            executor.weights.restart(versions.start)
+            executor.begin(versions)
 
     def done(self) -> int:
         """Return the microbatches since the last flush; equal on all stages between two calls."""
-        return next(iter(self.runners.values())).forwards
+        return next(iter(self.executors.values())).forwards
 
     def halt(self) -> None:
         """Stop all updates; work in flight completes with zeros."""
-        for runner in self.runners.values():
-            runner.halt()
+        for executor in self.executors.values():
+            executor.halt()
 
     def _batch(
-        self, runner: AsyncStageRunner, cut: MicrobatchSplit, keys: Sequence[int]
+        self, executor: AsyncStageExecutor, cut: MicrobatchSplit, keys: Sequence[int]
     ) -> AsyncMinibatch:
-        rank = runner.placement.rank
+        rank = executor.placement.rank
         inputs = cut.taken(self._used[rank], self._devices[rank])
         return AsyncMinibatch(inputs, cut.weights, keys)
 
@@ -184,16 +186,16 @@ class AsyncStageGroup:
     def _drive(self, mesh_rank: MeshRank, work: Work) -> None:
         """Advance the stages of a mesh rank in round-robin order until all are done."""
 
-        def leave_if_halted(runner: AsyncStageRunner) -> None:
+        def leave_if_halted(executor: AsyncStageExecutor) -> None:
             """Release other mesh ranks that wait for a mesh rank with a failed stage."""
-            if runner.halted and self._meshes is not None:
+            if executor.halted and self._meshes is not None:
                 self._meshes.leave(mesh_rank.index, "a stage of this mesh rank has failed")
 
-        mine = [self.runners[stage, mesh_rank.index] for stage in sorted(mesh_rank.modules)]
-        for runner in mine:
-            leave_if_halted(runner)
-        runs = {runner: work(runner) for runner in mine}
-        stuck = run_cooperatively(runs, lambda runner: runner.done, after=leave_if_halted)
+        mine = [self.executors[stage, mesh_rank.index] for stage in sorted(mesh_rank.modules)]
+        for executor in mine:
+            leave_if_halted(executor)
+        runs = {executor: work(executor) for executor in mine}
+        stuck = run_cooperatively(runs, lambda executor: executor.position, after=leave_if_halted)
         if stuck:
             where = ", ".join(f"rank {r.placement.rank} at {r.doing}" for r in stuck)
             raise error("FXP901", where=where, why="deadlock: no stage can continue", fix="")

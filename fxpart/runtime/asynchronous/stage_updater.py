@@ -76,22 +76,29 @@ class StageUpdater:
             for stage in self._mesh_rank.modules:
                 self._backward_hooks.last(stage)
 
-    def run(self, *, halted: bool) -> None:
-        """Reduce, clip and step. halted: only take part in the gradient reduction."""
+    def reduce(self, *, halted: bool = False) -> None:
+        """Reduce the gradients over mesh ranks. halted: only take part, with no gradients."""
         if self.deferred:
             return
         if halted:
-            self._clear()
+            self.clear()
         self._shards.finish(self._mesh_rank)
-        if not halted:
+
+    def update(self) -> None:
+        """Clip the reduced gradients and step."""
+        if not self.deferred:
             self._clip()
             self.step()
-        self._clear()
+
+    def discard(self) -> None:
+        """Drop the reduced gradients of a halted stage."""
+        if not self.deferred:
+            self.clear()
 
     def step(self) -> None:
         """Step the optimizer and clear the gradients."""
         self.skipped = not self._weights.update()
-        self._clear()
+        self.clear()
 
     def _clip(self) -> None:
         clipping = self._clipping
@@ -126,7 +133,8 @@ class StageUpdater:
     def _gradients(self) -> list[torch.Tensor]:
         return [g for p in self._parameters if (g := get_gradient_values(p)) is not None]
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Drop the gradients."""
         for parameter in self._parameters:
             parameter.grad = None
             self._shards.rows.drop(parameter)

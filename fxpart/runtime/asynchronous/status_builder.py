@@ -8,8 +8,8 @@ import torch
 
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.runtime.asynchronous.call_status import CallStatus, Counts, convert_float_to_bits
+from fxpart.runtime.asynchronous.stage_executor import AsyncStageExecutor
 from fxpart.runtime.asynchronous.stage_group import AsyncStageGroup
-from fxpart.runtime.asynchronous.stage_runner import AsyncStageRunner
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.executor.instruction import StageFailure
 from fxpart.runtime.mesh.mesh_ranks import Ranks
@@ -27,9 +27,9 @@ def build_call_status(
     cut: the call's minibatch, or None for a flush. asks: request bits. options: digest of the
     recorded optimizer options.
     """
-    runners = list(stages.runners.values())
-    first = runners[0]
-    failed = sum(runner.failure is not None for runner in runners)
+    executors = list(stages.executors.values())
+    first = executors[0]
+    failed = sum(executor.failure is not None for executor in executors)
     loss = None if cut is None or failed else _loss(stages, cut)
     square = sum(
         update.square for (_, mesh_rank), update in stages.updates.items() if mesh_rank == 0
@@ -44,7 +44,7 @@ def build_call_status(
         int(loss is not None), convert_float_to_bits(0.0 if loss is None else loss.item()),
         first.forwards, first.backwards, first.updates, first.read_last,
         convert_float_to_bits(square),
-        int(any(runner.halted for runner in runners)), asks, _busy(runners), options,
+        int(any(executor.halted for executor in executors)), asks, _busy(executors), options,
     )  # fmt: skip
 
 
@@ -105,14 +105,14 @@ def explain_unknown_total(mode: str) -> str:
     )
 
 
-def _busy(runners: Sequence[AsyncStageRunner]) -> int:
+def _busy(executors: Sequence[AsyncStageExecutor]) -> int:
     """Return and reset the nanoseconds of CPU computation; 0 on a GPU, where launches return
     early.
     """
-    busy = sum(runner.busy for runner in runners)
-    for runner in runners:
-        busy = busy if runner.placement.device.type == "cpu" else 0
-        runner.busy = 0
+    busy = sum(executor.busy for executor in executors)
+    for executor in executors:
+        busy = busy if executor.placement.device.type == "cpu" else 0
+        executor.busy = 0
     return busy
 
 
@@ -120,12 +120,12 @@ def _loss(stages: AsyncStageGroup, cut: MicrobatchSplit) -> torch.Tensor | None:
     """Sum the losses of the minibatch as a synchronous trainer does; None if another rank has
     them.
     """
-    for runner in stages.runners.values():
-        if runner.losses:
+    for executor in stages.executors.values():
+        if executor.losses:
             total: torch.Tensor | None = None
-            for index, (_, loss) in enumerate(sorted(runner.losses.items())):
+            for index, (_, loss) in enumerate(sorted(executor.losses.items())):
                 part = loss * cut.weights[index]
                 total = part if total is None else total + part
-            runner.losses.clear()
+            executor.losses.clear()
             return total
     return None

@@ -163,7 +163,7 @@ class AsyncTrainer(AsyncTrainerBase):
         Only while minibatches are in flight; this rank must make the same calls as the others.
         """
         assert self._has_in_flight, "no minibatch is in flight"
-        next(iter(self._stages.runners.values())).fail(cause)
+        next(iter(self._stages.executors.values())).fail(cause)
 
     def repeat(self) -> int:
         """Make a call without a new batch, after :meth:`abort`; return its number."""
@@ -253,7 +253,7 @@ class AsyncTrainer(AsyncTrainerBase):
     @property
     def updates(self) -> int:
         """Number of updates that every stage of this process has made."""
-        return min(runner.updates for runner in self._stages.runners.values())
+        return min(executor.updates for executor in self._stages.executors.values())
 
     def close(self) -> None:
         """Flush the pipeline unless training has failed, then close the trainer.
@@ -411,7 +411,7 @@ class AsyncTrainer(AsyncTrainerBase):
         with convert_transport_errors(self._transport, "receiving the status of a call"):
             call, statuses, expected = self._statuses.receive()
         if len({status.options for status in statuses}) > 1:
-            next(iter(self._stages.runners.values())).fail(make_options_error())
+            next(iter(self._stages.executors.values())).fail(make_options_error())
             self._fail(flushed=flushed)
         if any(status.failed for status in statuses):
             self._fail(flushed=flushed)
@@ -439,8 +439,8 @@ class AsyncTrainer(AsyncTrainerBase):
 
     def _fail(self, *, flushed: bool) -> None:
         """Raise the same error on every rank after all transfers have completed."""
-        runners = self._stages.runners.values()
-        failures = [r.failure for r in runners if r.failure is not None]
+        executors = self._stages.executors.values()
+        failures = [r.failure for r in executors if r.failure is not None]
         self._stages.halt()
         if self._has_in_flight and not flushed:
             self._stages.flush()

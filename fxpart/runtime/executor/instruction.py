@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
 from fxpart.diagnostics.exception_text import describe_exception
+from fxpart.diagnostics.flight_recorder import Mark
 from fxpart.errors import FxpartError, Problem
 from fxpart.runtime.batch.symbolic_shapes import Sizes
-from fxpart.runtime.executor.routes import Arrival
 from fxpart.schedule.action import Action
 
 
@@ -52,14 +53,39 @@ class StageFailure:
         return Problem("FXP504", where, describe_exception(self.cause), fix)
 
 
+class Inbox(Protocol):
+    """The messages of one rank over one channel. source: the rank that sends them."""
+
+    source: int
+    channel: int
+
+    def ready(self, index: int, /) -> bool:
+        """Return whether the message can be taken without waiting."""
+
+    def settle(self, index: int, /) -> None:
+        """Wait for the message as taking it does, but keep it to be taken later."""
+
+
+Arrival = tuple[Inbox, int, Any]  # The inbox, the place in it, and its content.
+
+
+def do_nothing() -> None:
+    """Do nothing: a transfer without tensors, or a backward without gradients."""
+
+
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """A prepared action: the messages it waits for, its call, and its call after a failure."""
+    """A prepared action.
+
+    awaits: the messages that it waits for. do: its call. communicate: its call after a failure.
+    mark: the event that is recorded before it.
+    """
 
     action: Action
-    awaits: tuple[Arrival, ...]
+    awaits: Sequence[Arrival]
     do: Callable[[], None]
-    communicate: Callable[[], None]
+    communicate: Callable[[], None] = do_nothing
+    mark: Mark | None = None
 
 
 @dataclass(frozen=True)

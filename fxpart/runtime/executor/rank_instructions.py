@@ -26,11 +26,13 @@ from fxpart.runtime.executor.dim_order import (
     has_several_orders,
     pack_to_order,
 )
+from fxpart.runtime.executor.executor import Executor
 from fxpart.runtime.executor.instruction import (
     BackwardHooks,
     Instruction,
     StepInput,
     add_backward_hooks,
+    do_nothing,
 )
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.runtime.executor.routes import Arrival, MessageRoutes
@@ -47,12 +49,11 @@ _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)  # Actions that add to a
 _ENDS = (ActionKind.B, ActionKind.I)  # Actions that free a microbatch's tensors.
 
 
-class RankInstructions:
-    """The instructions of one rank, and their shared state.
+class RankInstructions(Executor):
+    """The instructions of one rank's step, and their shared state.
 
     losses, outputs (by name): per microbatch, for this rank's stages. halves: by stage, the
-    splitter of its backwards. began: when the inputs of the newest action were complete, in
-    monotonic nanoseconds.
+    splitter of its backwards.
     """
 
     def __init__(
@@ -69,16 +70,18 @@ class RankInstructions:
         hooks: BackwardHooks | None,
         recompute: Mapping[int, Mode] | None,
         events: FlightRecorder | None,
+        threads: bool,
+        on_failure: Callable[[BaseException], None] | None,
     ) -> None:
-        """See :class:`fxpart.runtime.executor.executor.Executor`."""
-        self.rank = rank
-        self.events = FlightRecorder(rank, 64) if events is None else events
-        self.began = 0
+        """See :class:`fxpart.runtime.executor.step_executor.StepExecutor`."""
+        super().__init__(
+            rank, schedule.stage_rank, FlightRecorder(rank, 64) if events is None else events,
+            threads=threads, on_failure=on_failure,
+        )  # fmt: skip
         self._hooks = hooks
         self._transport = transport
         self._device = device
         self._train = train
-        self._stage_rank = schedule.stage_rank
         self._runs = schedule.runs
         self._routes = MessageRoutes(spec, schedule, rank, transport, device)
         found, again = self._routes.found, (recompute or {}) if train else {}
@@ -131,8 +134,16 @@ class RankInstructions:
                 instruction = add_backward_hooks(instruction, self._hooks, ends=ends)
             if index in unread:
                 instruction = self._add_output_release(instruction, unread[index])
-            done.append(self._add_cell_release(instruction, final) if final else instruction)
+            if final:
+                instruction = self._add_cell_release(instruction, final)
+            done.append(replace(instruction, mark=self._make_first_mark(instruction)))
         return done
+
+    def halt(self) -> None:
+        """Drop all tensors, and make only transfers."""
+        super().halt()
+        self._cells.clear()
+        self._weight_backwards.clear()
 
     def _outlives_backward(self, forward: Action, actions: Sequence[Action]) -> bool:
         """Return whether a stage of this rank reads a forward's outputs only after its backward."""
@@ -169,7 +180,7 @@ class RankInstructions:
             for cell in final:
                 cells.pop(cell, None)
 
-        return Instruction(instruction.action, instruction.awaits, do, instruction.communicate)
+        return replace(instruction, do=do)
 
     def _find_unread_outputs(self, actions: Sequence[Action]) -> dict[int, list[tuple[int, int]]]:
         """Return by position the pairs whose outputs are not read later, for recomputed stages."""
@@ -198,6 +209,21 @@ class RankInstructions:
 
         return replace(instruction, do=do)
 
+    def _make_first_mark(self, instruction: Instruction) -> Mark | None:
+        """Return the event before an action; a receive has none, as it is only posted."""
+        action = instruction.action
+        if action.kind in (ActionKind.RECV_F, ActionKind.RECV_B):
+            return None
+        if instruction.awaits:
+            return self._make_wait_mark(action, instruction.awaits[0][0].source)
+        if action.kind.is_compute:
+            return self._make_start_mark(action)
+        assert action.peer is not None
+        return self.events.mark(
+            str(action), "send", stage=action.stage, microbatch=action.microbatch,
+            peer=self._stage_rank[action.peer],
+        )  # fmt: skip
+
     def _make_start_mark(self, action: Action) -> Mark:
         """Return the event that an action has all its inputs."""
         return self.events.mark(str(action), stage=action.stage, microbatch=action.microbatch)
@@ -221,7 +247,7 @@ class RankInstructions:
 
     def _prepare_receive(self, action: Action) -> Instruction:
         """Prepare a receive: it is posted here at the latest, and awaited by its computation."""
-        post = self._routes.posting(action) or _do_nothing
+        post = self._routes.posting(action) or do_nothing
         return Instruction(action, (), post, post)
 
     def _prepare_forward(self, action: Action, outlives_backward: bool) -> Instruction:
@@ -271,7 +297,7 @@ class RankInstructions:
         )
         # An owner without own gradients still collects those of other stages.
         if not (table.trains or tied):
-            return Instruction(action, (), _do_nothing, _do_nothing)
+            return Instruction(action, (), do_nothing, do_nothing)
         arrivals = self._routes.arrivals(ActionKind.SEND_B, stage, microbatch, table.consumers)
         own = [
             (consumer, self._routes.returns[consumer, stage])
@@ -325,12 +351,12 @@ class RankInstructions:
             if rest is not None:
                 rest.run()
 
-        return Instruction(action, (), do, _do_nothing)
+        return Instruction(action, (), do, do_nothing)
 
     def _prepare_send(self, action: Action) -> Instruction:
         carried = self._routes.carried(action)
         if not carried:
-            return Instruction(action, (), _do_nothing, _do_nothing)
+            return Instruction(action, (), do_nothing, do_nothing)
         assert action.peer is not None
         target = self._stage_rank[action.peer]
         forward = action.kind is ActionKind.SEND_F
@@ -390,10 +416,6 @@ class RankInstructions:
         order = new_orders[channel, link] = get_dim_order(value)
         head = torch.tensor(order, dtype=torch.int64)
         return [head, pack_to_order(value, order)]
-
-
-def _do_nothing() -> None:
-    """Do nothing: a transfer without tensors, or a backward without gradients."""
 
 
 def _make_drop(arrivals: tuple[Arrival, ...]) -> Callable[[], None]:

@@ -18,8 +18,7 @@ import torch
 from fxpart.accelerator import is_accelerator, synchronize
 from fxpart.collectives.communicator import CollectiveHandle, Start
 from fxpart.errors import error
-from fxpart.runtime.executor.executor import Instruction
-from fxpart.runtime.executor.routes import Arrival
+from fxpart.runtime.executor.instruction import Arrival, Instruction
 from fxpart.runtime.mesh.mesh_ranks import Ranks
 from fxpart.runtime.monitor.measurements import (
     LocalMeasurements,
@@ -275,7 +274,7 @@ class RankRecorder:
         gathered, step = self._recorder.gathered, self._recorder.step
         gathered.add(self._rank, step, "collective", kind, before, self.now())
 
-    def _wait_for_messages(self, awaits: tuple[Arrival, ...], microbatch: int) -> None:
+    def _wait_for_messages(self, awaits: Sequence[Arrival], microbatch: int) -> None:
         """Wait for the messages as taking them would, and record each arrival."""
         for inbox, index, _ in awaits:
             before = self.now()

@@ -18,7 +18,7 @@ from torch import nn
 from fxpart.collectives import BucketedCollective, Communicator, start_all_gather, start_sum
 from fxpart.program.spec import has_backward
 from fxpart.runtime.embedding_tables import SparseGradientParts, SparseGradients
-from fxpart.runtime.executor.executor import BackwardHooks
+from fxpart.runtime.executor.instruction import BackwardHooks
 from fxpart.runtime.gradients.buckets import PartialGradient, make_buckets
 from fxpart.runtime.gradients.reduce_scatter import (
     GradientReduceScatter,

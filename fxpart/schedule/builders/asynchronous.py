@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fxpart.errors import error
-from fxpart.schedule.action import Schedule, StageEdge
+from fxpart.schedule.action import Action, ActionKind, Schedule, StageEdge
 from fxpart.schedule.builders.gpipe_1f1b import count_1f1b_in_flight, one_f_one_b
 from fxpart.schedule.builders.protocol import Groups, Ranks, reject_replicas, validate_stage_rank
 
@@ -42,6 +42,24 @@ def asynchronous(
     ranks = _require_one_stage_per_rank(validate_stage_rank(stage_rank, microbatches))
     built = one_f_one_b(ranks, microbatches, edges, forward=forward, backward=backward)
     return replace(built, name=ASYNC)
+
+
+def list_minibatch_actions(stage: int, ahead: int, minibatch: range) -> Iterator[Action]:
+    """Yield the computations of a stage from the first forward of a minibatch to before the next.
+
+    ahead: forwards before the first backward. minibatch: its microbatches, numbered from the empty
+    pipeline.
+    """
+    for microbatch in minibatch:
+        yield Action(stage, ActionKind.F, microbatch)
+        if microbatch >= ahead - 1:
+            yield Action(stage, ActionKind.B, microbatch - ahead + 1)
+
+
+def list_flush_actions(stage: int, ahead: int, microbatches: int) -> Iterator[Action]:
+    """Yield the remaining backwards of a stage after so many microbatches."""
+    for microbatch in range(max(0, microbatches - ahead + 1), microbatches):
+        yield Action(stage, ActionKind.B, microbatch)
 
 
 def count_async_in_flight(

@@ -1,0 +1,119 @@
+"""The executor of one rank's step: a list of prepared calls, run once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from fxpart.diagnostics.flight_recorder import FlightRecorder
+from fxpart.program.spec import ProgramSpec
+from fxpart.runtime.executor.instruction import BackwardHooks, Instruction, StepInput
+from fxpart.runtime.executor.rank_instructions import RankInstructions
+from fxpart.runtime.executor.recompute import Mode
+from fxpart.runtime.transport.interface import Transport
+from fxpart.schedule.action import ActionKind, Schedule
+
+
+class StepExecutor(RankInstructions):
+    """Runs one rank of a lowered schedule, step by step.
+
+    After a step: ``losses`` and ``outputs`` (by name) per microbatch for this rank's stages, and
+    ``failure`` if a stage raised.
+    """
+
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        modules: Mapping[int, nn.Module],
+        schedule: Schedule,
+        rank: int,
+        transport: Transport,
+        device: torch.device,
+        *,
+        train: bool,
+        keep_outputs: bool = False,
+        on_failure: Callable[[BaseException], None] | None = None,
+        hooks: BackwardHooks | None = None,
+        threads: bool = False,
+        recompute: Mapping[int, Mode] | None = None,
+        events: FlightRecorder | None = None,
+    ) -> None:
+        """modules: the rank's stage modules by stage index.
+
+        on_failure, threads: see :class:`~fxpart.runtime.executor.executor.Executor`. hooks: hooks
+        around backwards. recompute: stages that do not store their activations. events: the
+        recorder of actions; None: a private one.
+        """
+        super().__init__(
+            spec, modules, schedule, rank, transport, device,
+            train=train, keep_outputs=keep_outputs, hooks=hooks, recompute=recompute,
+            events=events, threads=threads, on_failure=on_failure,
+        )  # fmt: skip
+        self._instructions = self._prepared
+        # A rank that waits for no peer may start while the ranks compare their batches. Exceptions:
+        # a forward that changes buffers, because a rejected batch must not change any, and a
+        # forward with collectives, because a rank that makes another call would never join.
+        self._alone = int(
+            bool(self._instructions)
+            and self._instructions[0].action.kind is ActionKind.F
+            and not self._instructions[0].awaits
+            and not any(True for _ in modules[self._instructions[0].action.stage].buffers())
+            and (threads or "mesh" not in vars(modules[self._instructions[0].action.stage]))
+        )
+        self._last = self._prepare_late_gradients() if self._late_arrivals else None
+
+    def wrap(self, hooks: Callable[[Instruction], Instruction] | None) -> None:
+        """Replace each instruction by ``around(instruction)`` from the next step on; None: undo."""
+        self._instructions = self._prepared if hooks is None else list(map(hooks, self._prepared))
+
+    def run(self, feed: StepInput, gate: Callable[[], None]) -> Iterator[None]:
+        """Execute one step; yield whenever a message has not arrived (in-process only).
+
+        gate: returns once all ranks have agreed to run the same step, or raises; nothing is sent or
+        received before. Raises FXP503 or FXP504 if a transfer fails. A failure of the own stage is
+        stored in ``failure``.
+        """
+        self._feed = feed
+        self.losses, self.outputs, self.failure, self.halted = {}, {}, None, False
+        self._cells.clear()
+        self._weight_backwards.clear()
+        self.busy = self.position = 0
+        return self.execute(self._list_step(feed, gate))
+
+    def _list_step(self, feed: StepInput, gate: Callable[[], None]) -> Iterator[Instruction]:
+        for position, instruction in enumerate(self._instructions):
+            if position == self._alone:
+                gate()
+                for inbox in self._routes.inboxes:
+                    inbox.begin(feed.sizes)
+                self._tied_gradients.begin(feed.sizes)
+            yield instruction
+        if len(self._instructions) <= self._alone:
+            gate()
+        if self._last is not None:
+            yield self._last
+
+    def _prepare_late_gradients(self) -> Instruction:
+        """Complete gradients of tied parameters whose last parts arrive after all actions."""
+        arrivals = tuple(self._late_arrivals)
+        drops = [partial(inbox.drop, index) for inbox, index, _ in arrivals]
+
+        def communicate() -> None:
+            for drop in drops:
+                drop()
+
+        def do() -> None:
+            self._tied_gradients.add_late_sums()
+            communicate()
+
+        mark = self.events.mark("tied gradients", "wait", peer=arrivals[0][0].source)
+        return Instruction(self._prepared[-1].action, arrivals, do, communicate, mark)
+
+    def finish(self) -> None:
+        """Wait for the last sends; call it when all ranks have received their messages."""
+        while self._sending:
+            self._transport.wait(self._sending.popleft())
+        self._tied_gradients.finish()
