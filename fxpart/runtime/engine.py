@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,29 +10,27 @@ import torch
 
 from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.diagnostics.rank_event import ALL
-from fxpart.errors import FxpartError, error
+from fxpart.errors import error
 from fxpart.program.edges import find_stage_edges
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.dtypes import torch_dtype
-from fxpart.runtime.executor.cooperative_scheduler import run_cooperatively
 from fxpart.runtime.executor.instruction import BackwardHooks, StageFailure, StepInput
+from fxpart.runtime.executor.local_executors import LocalExecutors
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.runtime.executor.step_executor import StepExecutor
 from fxpart.runtime.executor.transfer_routes import find_routes
 from fxpart.runtime.gradients.tied_parameters import find_tied_transfers
-from fxpart.runtime.mesh.communicators import MeshCommunicators
-from fxpart.runtime.mesh.mesh_ranks import MeshRank, MeshRankThreads, Ranks, get_pipeline_ranks
+from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks, get_pipeline_ranks
 from fxpart.runtime.monitor.recorder import Recorder
 from fxpart.runtime.transport.agreement import (
     AllRanksError,
     convert_transport_errors,
     encode_problems,
-    make_lost_peer_error,
     merge_problems,
 )
 from fxpart.runtime.transport.float_bits import bits_to_float, float_to_bits
-from fxpart.runtime.transport.interface import PeerLostError, TransferTimeoutError, Transport
+from fxpart.runtime.transport.interface import PeerLostError, Transport
 from fxpart.schedule.action import Action, Schedule
 from fxpart.schedule.make import make
 from fxpart.schedule.measured_timeline import AGREE, END
@@ -64,18 +62,16 @@ class PipelineEngine:
         devices: Mapping[int, torch.device],
         *,
         schedule: str | Schedule,
-        meshes: MeshCommunicators | None = None,
-        threads: MeshRankThreads | None = None,
+        local: LocalExecutors,
         hooks: Callable[[int], BackwardHooks | None] | None = None,
         recompute: Mapping[int, Mode] | None = None,
         events: FlightRecorder | None = None,
     ) -> None:
         """Open the routes of the program; every rank must create the engine at the same time.
 
-        mesh_ranks: this process's mesh ranks. ranks: of each stage and mesh rank. meshes:
-        communicators of the mesh ranks. threads: their threads. hooks: returns per mesh rank the
-        hooks around backwards. recompute: by stage, the recompute mode. events: the recorder of
-        actions.
+        mesh_ranks: this process's mesh ranks. ranks: of each stage and mesh rank. local: runs
+        the executors. hooks: returns per mesh rank the hooks around backwards. recompute: by stage,
+        the recompute mode. events: the recorder of actions.
         """
         self.spec = mesh_ranks[0].spec
         with convert_transport_errors(transport, "connecting the ranks"):
@@ -85,10 +81,7 @@ class PipelineEngine:
         self._transport = transport
         self._devices = devices
         self._schedule = schedule
-        self._meshes = meshes
-        self._threads = threads or MeshRankThreads(
-            [mesh_rank.index for mesh_rank in mesh_ranks], self._leave
-        )
+        self._local = local
         self._hooks = hooks
         self._recompute = dict(recompute or {})
         self._events = FlightRecorder(transport.local[0], 64) if events is None else events
@@ -105,7 +98,6 @@ class PipelineEngine:
         self._used = {rank: find_used_inputs(mesh_ranks, ranks, rank) for rank in transport.local}
         self._recorder: Recorder | None = None
         self._exchange = transport.exchange
-        self.broken: str | None = None
         self.busy: tuple[int, ...] = ()
 
     def record(self, recorder: Recorder | None) -> None:
@@ -141,51 +133,22 @@ class PipelineEngine:
         cuts: the part of each mesh rank of this process. gate: returns once all ranks have agreed
         to run the same step, or raises. factor: multiplies the gradients, but not the loss.
         """
-        self.check_whole()
-        mesh_ranks = self._get(len(cuts[0].rows), train, keep_outputs)
-        executors = [executor for mesh_rank in mesh_ranks for executor in mesh_rank]
+        self._local.check_whole()
+        made = self._get(len(cuts[0].rows), train, keep_outputs)
+        executors = {
+            mesh_rank.index: mine for mesh_rank, mine in zip(self._mesh_ranks, made, strict=True)
+        }
+        parts = dict(zip(executors, cuts, strict=True))
+
+        def begin(mesh_rank: int, executor: StepExecutor) -> Iterator[None]:
+            feed = self._feed(executor.rank, parts[mesh_rank], keys, factor)
+            return executor.run(feed, self._record_gate(executor, gate))
+
         if self._recorder is not None:
             self._recorder.record_batch_read()
-        try:
-            drives = {
-                mesh_rank.index: partial(self._run_mesh_rank, mine, cut, keys, gate, factor)
-                for mesh_rank, mine, cut in zip(self._mesh_ranks, mesh_ranks, cuts, strict=True)
-            }
-            self._threads.run_all(drives)
-            return self._exchange_results(executors, cuts[0])
-        except FxpartError as cause:
-            if any(executor.lost for executor in executors):
-                self.broken = cause.problems[0].why
-            raise
-        except (TransferTimeoutError, PeerLostError) as cause:
-            self.broken = str(cause)
-            raise make_lost_peer_error(
-                self._transport.local[0], "the end of a step", cause
-            ) from cause
-        except BaseException as cause:
-            self.broken = type(cause).__name__
-            raise
-        finally:
-            if self._meshes is not None:
-                self._meshes.recover()
-
-    def check_whole(self) -> None:
-        """Raise FXP504 if an earlier failure closed the connection.
-
-        Call it before anything is sent: other ranks may still exchange the earlier failure.
-        """
-        if self.broken is not None:
-            raise error(
-                "FXP504",
-                where="this process",
-                why=f"an earlier failure closed the connection: {self.broken}",
-                fix="restart the job",
-            )
-
-    def _leave(self, mesh_rank: int, cause: BaseException | str) -> None:
-        """Release local mesh ranks that wait for a failed one; they fail, too."""
-        if self._meshes is not None:
-            self._meshes.leave(mesh_rank, cause)
+        with self._local.watch(executors, "the end of a step"):
+            self._local.run(executors, begin)
+            return self._exchange_results([each for mine in made for each in mine], cuts[0])
 
     def _get(self, microbatches: int, train: bool, keep_outputs: bool) -> list[list[StepExecutor]]:
         """Return per mesh rank its executors, one for each local rank."""
@@ -219,8 +182,8 @@ class PipelineEngine:
                 self._devices[rank],
                 train=train,
                 keep_outputs=keep_outputs,
-                on_failure=partial(self._leave, mesh_rank.index),
-                threads=self._meshes is not None and self._meshes.threads,
+                on_failure=partial(self._local.leave, mesh_rank.index),
+                threads=self._local.has_threads,
                 hooks=hooks,
                 recompute=self._recompute,
                 events=self._events,
@@ -228,25 +191,6 @@ class PipelineEngine:
             for rank in self._transport.local
             if rank in ranks
         ]
-
-    def _run_mesh_rank(
-        self,
-        executors: list[StepExecutor],
-        cut: MicrobatchSplit,
-        keys: Sequence[int],
-        gate: Callable[[], None],
-        factor: float,
-    ) -> None:
-        """Step the local ranks of one mesh rank alternately until all are done."""
-        runs = {
-            e: e.run(self._feed(e.rank, cut, keys, factor), self._record_gate(e, gate))
-            for e in executors
-        }
-        stuck = run_cooperatively(runs, lambda executor: executor.position)
-        if stuck:
-            self.broken = "no rank can make progress"
-            where = ", ".join(f"rank {e.rank} at {e.waiting()}" for e in stuck)
-            raise error("FXP901", where=where, why="no rank can make progress", fix="")
 
     def _record_gate(self, executor: StepExecutor, gate: Callable[[], None]) -> Callable[[], None]:
         def recorded_gate() -> None:

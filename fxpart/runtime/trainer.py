@@ -208,12 +208,12 @@ class Trainer(Inference):
 
     def _conclude(self) -> None:
         """After a failed step, complete pending reductions on all ranks."""
-        if self._shards.closing and self._engine.broken is None:
+        if self._shards.closing and self._local.broken is None:
             try:
                 with convert_transport_errors(self._transport, "sharing gradients"):
                     self._run_on_mesh_ranks(self._shards.conclude)
             except FxpartError as cause:
-                self._engine.broken = cause.problems[0].why
+                self._local.broken = cause.problems[0].why
 
     def step_by_hand(self) -> None:
         """Update for ``optimizer.step()``; FXP115 if the gradients were already used."""
@@ -395,7 +395,7 @@ class Trainer(Inference):
         except Exception as cause:
             if len(self._transport.local) < self._transport.ranks:
                 # The other ranks have updated their weights, so no step can follow this one.
-                self._engine.broken = f"{type(cause).__name__} in the optimizer's step: {cause}"
+                self._local.broken = f"{type(cause).__name__} in the optimizer's step: {cause}"
             raise
 
     def _gather_parameters(self) -> None:

@@ -27,6 +27,7 @@ from fxpart.runtime.engine import PipelineEngine, resolve_schedule
 from fxpart.runtime.entry_point import EntryPoints
 from fxpart.runtime.executor.cuda_graphs import graph_stages
 from fxpart.runtime.executor.instruction import BackwardHooks
+from fxpart.runtime.executor.local_executors import LocalExecutors
 from fxpart.runtime.executor.torch_compile import (
     StageCompilation,
     StageCompiler,
@@ -38,7 +39,6 @@ from fxpart.runtime.host.cpu_affinity import CpuAffinity, pin_rank
 from fxpart.runtime.mesh.communicators import MeshCommunicators, find_reduction_axes
 from fxpart.runtime.mesh.mesh_ranks import (
     MeshRank,
-    MeshRankThreads,
     Ranks,
     build_rank_table,
     encode_common_spec,
@@ -157,8 +157,8 @@ class TrainerBase(EntryPoints):
         firsts = get_pipeline_ranks(self._ranks, 0)
         placed = resolve_schedule(schedule, spec, firsts, microbatches, transport.ranks)
         self._meshes = self._connect_meshes()
-        leave = _ignore_end if self._meshes is None else self._meshes.leave
-        self._threads = MeshRankThreads([mesh_rank.index for mesh_rank in self._mesh_ranks], leave)
+        own = [mesh_rank.index for mesh_rank in self._mesh_ranks]
+        self._local = LocalExecutors(own, transport, self._meshes)
         splits = any(a.kind is ActionKind.W for row in placed.ranks for a in row)
         self._compiler = self._compile()
         self._record_graphs(splits)
@@ -220,7 +220,7 @@ class TrainerBase(EntryPoints):
         self.events.put(LEFT, "end")
         if self.optimizer is not None:
             self.optimizer.closed = True
-        self._threads.close()
+        self._local.close()
         if self._meshes is not None:
             self._meshes.close()
         self._transport.close()
@@ -288,13 +288,9 @@ class TrainerBase(EntryPoints):
 
     def _run_on_mesh_ranks(self, do: Callable[[MeshRank], T]) -> dict[int, T]:
         """Run ``do`` for all mesh ranks of this process concurrently."""
-        try:
-            return self._threads.run_all(
-                {mesh_rank.index: partial(do, mesh_rank) for mesh_rank in self._mesh_ranks}
-            )
-        finally:
-            if self._meshes is not None:
-                self._meshes.recover()
+        return self._local.run_all(
+            {mesh_rank.index: partial(do, mesh_rank) for mesh_rank in self._mesh_ranks}
+        )
 
     def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:
         """Create the optimizer of this process, with the same groups on every rank."""
@@ -452,8 +448,7 @@ class TrainerBase(EntryPoints):
             self._transport,
             self._devices,
             schedule=schedule,
-            meshes=self._meshes,
-            threads=self._threads,
+            local=self._local,
             hooks=hooks,
             recompute=self.options.recomputes(len(self.spec.stages)),
             events=self.events,
@@ -468,7 +463,7 @@ class TrainerBase(EntryPoints):
         *,
         weighed: bool = False,
     ) -> BatchAgreement:
-        self._engine.check_whole()
+        self._local.check_whole()
         pending = self._accumulation.batches
         mode = f"{mode} call {self.calls}" + (f" after {pending}" if pending else "")
         if len(self._transport.local) < self._transport.ranks:
@@ -537,10 +532,6 @@ def _no_evaluation(call: str) -> FxpartError:
         "FXP109", where=call, why="the trainer has no evaluation program",
         fix="use a trainer of the model itself; one of an exported program cannot evaluate",
     )  # fmt: skip
-
-
-def _ignore_end(mesh_rank: int, cause: BaseException | str) -> None:
-    """Do nothing: with a single mesh rank no other waits."""
 
 
 def _devices(

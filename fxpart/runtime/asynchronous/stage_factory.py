@@ -80,8 +80,8 @@ def build_stages(trainer: AsyncTrainer) -> tuple[dict[Place, StageWeights], Asyn
             )  # fmt: skip
     stages = AsyncStageGroup(
         trainer._mesh_ranks, trainer._ranks, trainer._transport, trainer._devices, trainer._layout,
-        trainer.versions, weights=weights, updates=updates, meshes=trainer._meshes,
-        mesh_rank_threads=trainer._threads, recompute=options.recomputes(len(trainer.spec.stages)),
+        trainer.versions, weights=weights, updates=updates, local=trainer._local,
+        recompute=options.recomputes(len(trainer.spec.stages)),
         events=trainer.events,
     )  # fmt: skip
     return weights, stages

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 
 from fxpart.diagnostics.flight_recorder import FlightRecorder
-from fxpart.errors import FxpartError, error
+from fxpart.errors import FxpartError
 from fxpart.runtime.asynchronous.stage_channels import AsyncStagePlacement, describe_transfers
 from fxpart.runtime.asynchronous.stage_executor import AsyncMinibatch, AsyncStageExecutor
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
 from fxpart.runtime.asynchronous.stage_updater import StageUpdater
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.engine import find_used_inputs
-from fxpart.runtime.executor.cooperative_scheduler import run_cooperatively
+from fxpart.runtime.executor.local_executors import LocalExecutors
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.runtime.executor.stage_signature import StageSignature
 from fxpart.runtime.executor.transfer_routes import place_routes
-from fxpart.runtime.mesh.communicators import MeshCommunicators
-from fxpart.runtime.mesh.mesh_ranks import MeshRank, MeshRankThreads, Ranks, get_pipeline_ranks
+from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks, get_pipeline_ranks
 from fxpart.runtime.state.model_state import Place
-from fxpart.runtime.transport.agreement import convert_transport_errors, make_lost_peer_error
+from fxpart.runtime.transport.agreement import convert_transport_errors
 from fxpart.runtime.transport.interface import (
     BACKWARD,
     FORWARD,
-    PeerLostError,
-    TransferTimeoutError,
     Transport,
 )
 from fxpart.runtime.weights import StageWeights
@@ -40,7 +36,7 @@ Work = Callable[[AsyncStageExecutor], Iterator[None]]
 class AsyncStageGroup:
     """The stage executors of this process, interleaved within a mesh rank.
 
-    executors, updates: by stage and mesh rank. broken: failure that ended the training, or None.
+    executors, updates: by stage and mesh rank.
     """
 
     def __init__(
@@ -54,8 +50,7 @@ class AsyncStageGroup:
         *,
         weights: Mapping[Place, StageWeights],
         updates: Mapping[Place, StageUpdater],
-        meshes: MeshCommunicators | None,
-        mesh_rank_threads: MeshRankThreads,
+        local: LocalExecutors,
         recompute: Mapping[int, Mode],
         events: FlightRecorder,
     ) -> None:
@@ -70,11 +65,9 @@ class AsyncStageGroup:
         self._mesh_ranks = tuple(mesh_ranks)
         self._devices = devices
         self._transport = transport
-        self._meshes = meshes
-        self._threads = mesh_rank_threads
+        self._local = local
         self._used = {rank: find_used_inputs(mesh_ranks, ranks, rank) for rank in transport.local}
         self.updates = dict(updates)
-        self.broken: str | None = None
         self.executors: dict[Place, AsyncStageExecutor] = {}
         alone = len(transport.local) == transport.ranks
         if not alone:
@@ -83,7 +76,6 @@ class AsyncStageGroup:
             pipeline_ranks = get_pipeline_ranks(ranks, mesh_rank.index)
             for stage, module in sorted(mesh_rank.modules.items()):
                 place, rank = (stage, mesh_rank.index), pipeline_ranks[stage]
-                threads = meshes is not None and meshes.threads
                 placement = AsyncStagePlacement(
                     rank,
                     mesh_rank.index,
@@ -91,7 +83,7 @@ class AsyncStageGroup:
                     transport,
                     devices[rank],
                     alone,
-                    threads,
+                    local.has_threads,
                     events,
                 )
                 table = StageSignature.of(
@@ -156,46 +148,9 @@ class AsyncStageGroup:
         return AsyncMinibatch(inputs, cut.weights, keys)
 
     def _run(self, work: Work) -> None:
-        if self.broken is not None:
-            raise error(
-                "FXP504",
-                where="this process",
-                why=f"an earlier failure ended the training: {self.broken}",
-                fix="restart the job from its last checkpoint",
-            )
-        drives = {
-            mesh_rank.index: partial(self._drive, mesh_rank, work) for mesh_rank in self._mesh_ranks
-        }
-        try:
-            self._threads.run_all(drives)
-        except FxpartError as cause:
-            self.broken = cause.problems[0].why
-            raise
-        except (TransferTimeoutError, PeerLostError) as cause:
-            self.broken = str(cause)
-            raise make_lost_peer_error(
-                self._transport.local[0], "asynchronous training", cause
-            ) from cause
-        except BaseException as cause:
-            self.broken = type(cause).__name__
-            raise
-        finally:
-            if self._meshes is not None:
-                self._meshes.recover()
-
-    def _drive(self, mesh_rank: MeshRank, work: Work) -> None:
-        """Advance the stages of a mesh rank in round-robin order until all are done."""
-
-        def leave_if_halted(executor: AsyncStageExecutor) -> None:
-            """Release other mesh ranks that wait for a mesh rank with a failed stage."""
-            if executor.halted and self._meshes is not None:
-                self._meshes.leave(mesh_rank.index, "a stage of this mesh rank has failed")
-
-        mine = [self.executors[stage, mesh_rank.index] for stage in sorted(mesh_rank.modules)]
-        for executor in mine:
-            leave_if_halted(executor)
-        runs = {executor: work(executor) for executor in mine}
-        stuck = run_cooperatively(runs, lambda executor: executor.position, after=leave_if_halted)
-        if stuck:
-            where = ", ".join(f"rank {r.placement.rank} at {r.doing}" for r in stuck)
-            raise error("FXP901", where=where, why="deadlock: no stage can continue", fix="")
+        self._local.check_whole()
+        mine: dict[int, list[AsyncStageExecutor]] = {each.index: [] for each in self._mesh_ranks}
+        for (_, mesh_rank), executor in sorted(self.executors.items()):
+            mine[mesh_rank].append(executor)
+        with self._local.watch(mine, "asynchronous training"):
+            self._local.run(mine, lambda _, executor: work(executor))

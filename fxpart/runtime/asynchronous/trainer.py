@@ -139,7 +139,7 @@ class AsyncTrainer(AsyncTrainerBase):
         """Submit a minibatch and return the number of the call; :meth:`pop_losses` returns
         losses.
         """
-        self._check_not_failed()
+        self._local.check_whole()
         self._check_total()
         cut = self._split_batch(batch, local)
         closing = self._needs_flush(cut)
@@ -168,7 +168,7 @@ class AsyncTrainer(AsyncTrainerBase):
     def repeat(self) -> int:
         """Make a call without a new batch, after :meth:`abort`; return its number."""
         assert self._last_split is not None, "a minibatch is in flight"
-        self._check_not_failed()
+        self._local.check_whole()
         self._run(self._last_split, closing=self._needs_flush(self._last_split))
         return self.calls - 1
 
@@ -260,7 +260,7 @@ class AsyncTrainer(AsyncTrainerBase):
 
         Posted receives must complete before the transport closes.
         """
-        if self._has_in_flight and self._stages.broken is None:
+        if self._has_in_flight and self._local.broken is None:
             try:
                 self._flush()
             except FxpartError:
@@ -358,7 +358,7 @@ class AsyncTrainer(AsyncTrainerBase):
 
     def _settle(self) -> None:
         """Flush the pipeline and refresh tied parameters, for calls that use the whole model."""
-        self._check_not_failed()
+        self._local.check_whole()
         if self._has_in_flight:
             self._flush()
         if not self._tied_weights_equal:
@@ -449,7 +449,7 @@ class AsyncTrainer(AsyncTrainerBase):
                 self._statuses.receive()
             mine = [make_stage_problem(failure) for failure in failures]
             problems = merge_problems(self._transport.exchange_bytes(encode_problems(mine)))
-        self._stages.broken = problems[0].why
+        self._local.broken = problems[0].why
         raise AllRanksError(problems) from (failures[0].cause if failures else None)
 
     def _report_fallback(self, call: int) -> None:
@@ -461,11 +461,3 @@ class AsyncTrainer(AsyncTrainerBase):
     def _check_total(self) -> None:
         if self.calls == 0 and self.needs_total:
             warnings.warn(explain_unknown_total(self.async_options.mode.name), stacklevel=4)
-
-    def _check_not_failed(self) -> None:
-        if self._stages.broken is not None:
-            raise error(
-                "FXP504", where="this process",
-                why=f"an earlier failure ended the training: {self._stages.broken}",
-                fix="restart the job from its last checkpoint",
-            )  # fmt: skip
