@@ -65,6 +65,7 @@ from fxpart.solver.progress import planning_progress
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
     from fxpart.interop.torch_pipeline import PipelineStages
+    from fxpart.runtime import Trainer
     from fxpart.schedule.weight_modes import WeightMode
     from fxpart.solver.joint.problem import JointProblem
     from fxpart.solver.progress import Progress
@@ -393,13 +394,11 @@ class Program:
         timeout: float | None = None,
         need_loss: bool = True,
         **options: Any,
-    ) -> Any:
+    ) -> Trainer:
         """Return a trainer of this process's ranks: all ranks, or under torchrun the own rank.
 
-        The result is a :class:`~fxpart.runtime.Trainer`; if the plan's schedule is "async" or a
-        ``weight_mode`` is given, a :class:`~fxpart.runtime.asynchronous.AsyncTrainer`; with
-        ``routing="queue"`` or a plan of the mode "queue", a
-        :class:`~fxpart.runtime.queues.trainer.QueueTrainer`.
+        The pipeline is not flushed at updates if the plan's schedule is "async" or a
+        ``weight_mode`` is given, and with ``routing="queue"`` or a plan of the mode "queue".
 
         optimizer: a torch optimizer's class, factory or instance; by default that of compile().
         clip_norm: maximum global gradient norm. weights: their source, by default the model itself:
@@ -410,8 +409,7 @@ class Program:
         ranks; by default a multiple of the predicted and later the measured step time
         (:mod:`fxpart.runtime.transport.deadline`). need_loss: reject a model without a loss
         (FXP106) instead of training it on the mean square of its outputs. options: further fields
-        of :class:`fxpart.runtime.trainer_options.TrainerOptions`; ``routing="queue"`` and fields of
-        :class:`fxpart.runtime.queues.options.QueueOptions`, such as ``staleness``.
+        of :class:`fxpart.runtime.trainer_options.TrainerOptions`.
         """
         from fxpart.training.trainer_factory import make_trainer
 

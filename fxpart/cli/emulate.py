@@ -216,7 +216,7 @@ class _EmulationRuns:
     def _optimizer(self, workload: Workload, mode: WeightMode) -> Any:
         """Return the optimizer that the mode prescribes, else the requested one; raises FXP109."""
         from fxpart.compat.optimizer_choice import choose
-        from fxpart.runtime.asynchronous.options import make_default_optimizer
+        from fxpart.runtime.optimizer.factory import make_default_optimizer
 
         given: dict[str, Any] = {}
         for key in ("lr", "momentum"):

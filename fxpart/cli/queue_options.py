@@ -88,19 +88,18 @@ def print_replica_counts(trainer: Any, *, first: bool, as_json: bool) -> bool:
 
     All ranks must call this.
     """
-    from fxpart.runtime.queues.trainer import QueueTrainer
-
-    if not isinstance(trainer, QueueTrainer):
+    if trainer.kind != "queue":
         return False
     copies = trainer.report()
     if first and as_json:
-        output.line({"copies": msgspec.to_builtins(copies), "lost": trainer.lost})
+        output.line({"copies": msgspec.to_builtins(copies), "lost": trainer.pipeline.lost})
     elif first:
         for copy in copies:
             output.note(
                 f"stage {copy.stage}: {copy.microbatches} microbatches, gradients missed "
-                f"{copy.staleness} updates at most, {copy.sets} weight versions at most"
+                f"{copy.staleness} updates at most, {copy.copies} weight versions at most"
             )
-        if trainer.lost:
-            output.note(f"replicas lost during the run: stage {', '.join(map(str, trainer.lost))}")
+        if trainer.pipeline.lost:
+            lost = ", ".join(map(str, trainer.pipeline.lost))
+            output.note(f"replicas lost during the run: stage {lost}")
     return True

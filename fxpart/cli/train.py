@@ -186,8 +186,8 @@ def _run_steps(
 class _TrainingLoop:
     """The training loop. first: whether this process prints.
 
-    trainer: synchronous or asynchronous. finite: whether the last loss was. seconds: by call
-    of an asynchronous trainer, (step, duration) of minibatches whose loss is not known yet.
+    finite: whether the last loss was. seconds: by call, (step, duration) of minibatches whose loss
+    is not known yet.
     """
 
     trainer: Any
@@ -210,30 +210,21 @@ class _TrainingLoop:
                 self.ended = True
                 return
             before = time.perf_counter()
-            call = self.trainer.submit(batch) if self.is_asynchronous else 0
-            loss = 0.0 if self.is_asynchronous else float(self.trainer.step(batch))
-            seconds = time.perf_counter() - before
+            call = self.trainer.submit(batch)
+            known = [(number, float(loss)) for number, loss in self.trainer.pop_losses()]
+            self.seconds[call] = step, time.perf_counter() - before
             self.done = step
-            if not self.is_asynchronous:
-                self._print_step(step, loss, seconds)
-                continue
-            self.seconds[call] = step, seconds
-            self._print_known(self.trainer.pop_losses())
+            self._print_known(known)
 
     def finish(self) -> None:
-        """Flush an asynchronous trainer, and print the remaining losses."""
-        if self.is_asynchronous:
-            self._print_known(self.trainer.finish())
+        """Flush the pipeline, and print the remaining losses."""
+        if self.trainer.is_asynchronous:
+            self._print_known([(call, float(loss)) for call, loss in self.trainer.finish()])
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether losses are known only after later steps."""
-        return is_asynchronous(self.trainer)
-
-    def _print_known(self, losses: list[tuple[int, Any]]) -> None:
+    def _print_known(self, losses: list[tuple[int, float]]) -> None:
         for call, loss in losses:
             step, seconds = self.seconds.pop(call)
-            self._print_step(step, float(loss), seconds)
+            self._print_step(step, loss, seconds)
 
     def _print_step(self, step: int, loss: float, seconds: float) -> None:
         if self.first and self.finite and not math.isfinite(loss):
@@ -247,20 +238,12 @@ class _TrainingLoop:
             output.text(f"step {step:>4}  loss {loss:.6f}  {seconds:.3f} s")
 
 
-def is_asynchronous(trainer: Any) -> bool:
-    """Return whether a trainer is asynchronous."""
-    from fxpart.runtime.asynchronous import AsyncTrainer
-    from fxpart.runtime.queues.trainer import QueueTrainer
-
-    return isinstance(trainer, AsyncTrainer | QueueTrainer)
-
-
 def print_stages(trainer: Any, *, first: bool, as_json: bool) -> None:
     """Print staleness and weight versions by stage of an asynchronous trainer.
 
     All ranks must call this.
     """
-    if not is_asynchronous(trainer) or print_replica_counts(trainer, first=first, as_json=as_json):
+    if not trainer.is_asynchronous or print_replica_counts(trainer, first=first, as_json=as_json):
         return
     from fxpart.runtime.asynchronous.stage_report import describe_inaccurate_predictions
 

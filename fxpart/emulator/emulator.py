@@ -21,10 +21,10 @@ from fxpart.emulator.emulation_result import SYNC, EmulationResult
 from fxpart.emulator.even_partition import cut_evenly
 from fxpart.emulator.weight_snapshots import WeightSnapshots
 from fxpart.errors import error
-from fxpart.runtime import InProcess
-from fxpart.runtime.asynchronous import AsyncTrainer
-from fxpart.runtime.asynchronous.options import make_default_optimizer
+from fxpart.runtime import InProcess, Trainer
+from fxpart.runtime.asynchronous.pipeline import AsyncPipeline
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
+from fxpart.runtime.optimizer.factory import make_default_optimizer
 from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import FLUSH, SPECTRAIN, WeightMode, weight_mode
 
@@ -176,7 +176,7 @@ class _EmulatorRun:
         self.emulator, self.mode, self.microbatches = emulator, mode, microbatches
         spec, modules = emulator.program.spec, emulator.modules(initial)
         self.snapshots = WeightSnapshots(spec, modules, emulator.unused)
-        self.trainer = AsyncTrainer(
+        self.trainer = Trainer(
             spec,
             modules,
             ranks=range(emulator.stages),
@@ -187,7 +187,8 @@ class _EmulatorRun:
             weights=mode,
             **{name: value for name, value in options.items() if value is not None},
         )
-        self.snapshots.follow(self.trainer.weights_of())
+        assert isinstance(self.trainer.pipeline, AsyncPipeline), "an emulation has no flushes"
+        self.snapshots.follow(self.trainer.pipeline.stage_weights)
         self.losses: list[float] = []
         self.evaluations: list[tuple[int, float]] = []
 

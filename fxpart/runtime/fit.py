@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -13,16 +15,20 @@ import torch
 from fxpart.diagnostics.progress import progress_bar
 from fxpart.errors import error
 from fxpart.plan.throughput import RowFigures
-from fxpart.runtime.batch.batch_iterator import call_user_function, iterate_batches
 from fxpart.runtime.callbacks import (
     Event,
     Kind,
     RunProgress,
     StepInfo,
 )
+from fxpart.runtime.fit_calls import NONE, PendingUpdate, UserCalls
 from fxpart.runtime.fit_options import FitOptions, Statistics, iter_once
 from fxpart.runtime.monitor.memory_footprint import read_peak_memory
-from fxpart.runtime.monitor.nonfinite_guard import MOST_SKIPPED, NonFiniteGuard
+from fxpart.runtime.monitor.nonfinite_guard import (
+    MOST_SKIPPED,
+    NonFiniteGuard,
+    report_nonfinite_loss,
+)
 from fxpart.runtime.monitor.straggler_detector import Straggler
 from fxpart.runtime.monitor.tensor_statistics import name_statistics
 from fxpart.runtime.optimizer.facade import check_scheduler
@@ -71,6 +77,10 @@ class FitLoop:
         self.guard: NonFiniteGuard | None = None
         self._batches = batches
         self._kept = None if run.kept is None else RunSession(self, run.kept)
+        self._calls = UserCalls(trainer)
+        self._updates: dict[int, tuple[PendingUpdate, float]] = {}  # By call, with its weight.
+        self._pending: deque[PendingUpdate] = deque()
+        self._finite = True  # The newest loss.
         self._progress = RunProgress(None)
         self._figures: RowFigures | None = None
         self._last = time.perf_counter()
@@ -90,8 +100,12 @@ class FitLoop:
             self._notify("start")
             self._last = time.perf_counter()
             self.trainer.pace.listeners.append(self._notify_straggler)
+            self.trainer.pipeline.listeners.append(self._notify_fallback)
             self._watch_updates()
+            planned = self._planned_updates()
+            self.trainer.pipeline.anneal_over(None if planned is None else planned - self.step)
             why = self._loop()
+            self.settle()
             if self._kept is not None:
                 self._kept.end(why)
             self._notify("end", why=why)
@@ -104,6 +118,8 @@ class FitLoop:
             raise
         finally:
             self.trainer.pace.forget(self._notify_straggler)
+            if self._notify_fallback in self.trainer.pipeline.listeners:
+                self.trainer.pipeline.listeners.remove(self._notify_fallback)
             if self.guard is not None:
                 self.trainer.accepts_update = None
                 self.trainer.log_gradient_statistics = False
@@ -126,9 +142,17 @@ class FitLoop:
 
     def settle(self) -> None:
         """Finish minibatches in flight and report them."""
+        for call, loss in self.trainer.finish() if self.trainer.is_asynchronous else ():
+            self._add_loss(call, loss)
+        self._report_known()
 
     def _watch_updates(self) -> None:
-        """Check loss and gradients before each update from now on."""
+        """Check loss and gradients before each update from now on.
+
+        Stages that update on their own skip updates with non-finite gradients themselves.
+        """
+        if self.trainer.is_asynchronous:
+            return
         self.guard = NonFiniteGuard(self.trainer, self.run.nonfinite)
         self.trainer.accepts_update = self.guard.accept
 
@@ -172,12 +196,25 @@ class FitLoop:
         return "data" if epoch and once else ""
 
     def _iterate_epoch(self) -> Iterator[Any]:
-        """Return the batches of an epoch."""
-        return iterate_batches(self.transport, self.position)
+        """Yield the batches of an epoch; FXP501 on every rank if one has more of them.
+
+        A rank reports the end in the agreement that the ranks make for the next batch anyway. While
+        minibatches are in flight, they detect it from each other's messages.
+        """
+        source = self.guarded("the batches", lambda: iter(self.position))
+        while True:
+            batch = NONE
+            if source is not NONE:
+                batch = self.guarded("the batches", lambda: next(source, _END))
+            if batch is _END:
+                break
+            yield batch
+        if not self.trainer.in_flight:
+            agree(self.transport, "the batches", lambda: (True, "the data has ended"))
 
     def guarded(self, what: str, do: Callable[[], T]) -> T:
         """Call a user function; raise its exception on every rank."""
-        return call_user_function(self.transport, what, do)
+        return self._calls.call(what, do)
 
     def _data(self, given: Any) -> Iterable[Any]:
         if not callable(given) or hasattr(given, "__iter__"):
@@ -198,31 +235,66 @@ class FitLoop:
 
     def _update(self, group: list[Any]) -> bool:
         """Update with these batches; return False if the run went back to a checkpoint instead."""
-        trainer, total, rows, weights = self.trainer, 0.0, 0, 0.0
-        busy: list[tuple[int, ...]] = []
+        trainer, update = self.trainer, PendingUpdate(self._get_learning_rates())
         reported = self.run.reported
         if reported is not None and (self.step + 1) % reported.every:
             reported = None
         trainer.log_gradient_statistics = reported is not None and reported.gradients
         for index, batch in enumerate(group):
-            last = index + 1 == len(group)
-            loss = trainer.step(batch, accumulate=not last, local=self.run.local)
-            total, rows = total + float(loss) * trainer.last_weight, rows + trainer.last_rows
-            weights += trainer.last_weight
-            busy.append(trainer.pace.last)
+            call = self._submit(batch, accumulate=index + 1 < len(group))
+            self._updates[call] = update, trainer.last_weight
+            update.rows += trainer.last_rows
+            update.weights += trainer.last_weight
+            update.left += 1
+            for known, loss in trainer.pop_losses():
+                self._add_loss(known, loss)
+            if not trainer.is_asynchronous:
+                update.busy.append(trainer.pace.last)
         if self.guard is not None and self.guard.rejected and not self._handle_rejection(group):
             return False
-        self.loss, self.step = total / weights, self.step + 1
-        self._record_used(group, rows)
-        lr = self._get_learning_rates()
+        self.step += 1
+        read = [batch for batch in group if batch is not NONE]
+        update.done = self._describe_update(read, update.rows)
+        self.position.used += len(group)
         if self.run.scheduler_every == "step":
             self._schedule()
-        self.report_step(
-            self.make_info((self.step, self.position.epoch), self.loss, lr, rows, busy)
-        )
+        self._pending.append(update)
+        self._report_known()
         if reported is not None:
             self._report_statistics(reported, group[-1])
         return True
+
+    def _submit(self, batch: Any, *, accumulate: bool) -> int:
+        """Submit a batch, or the last one again after a failure here; return the call."""
+        if batch is NONE:
+            return self.trainer.pipeline.repeat()
+        return self.trainer.submit(batch, accumulate=accumulate, local=self.run.local)
+
+    def _add_loss(self, call: int, loss: torch.Tensor) -> None:
+        """Add the loss of a batch to that of its update."""
+        update, weight = self._updates.pop(call)
+        update.total += float(loss) * weight
+        update.left -= 1
+
+    def _report_known(self) -> None:
+        """Report the updates whose losses are known, in order."""
+        while self._pending and not self._pending[0].left:
+            update = self._pending.popleft()
+            assert update.done is not None, "all its batches are submitted"
+            self.loss = update.total / update.weights
+            if self.trainer.is_asynchronous:
+                self._note_finite(update.done.step, self.loss)
+            self._write_ledger(update.done, self.loss)
+            position = (update.done.step, update.done.epoch)
+            busy = update.busy or [self.trainer.pace.last]
+            self.report_step(self.make_info(position, self.loss, update.lr, update.rows, busy))
+
+    def _note_finite(self, step: int, loss: float) -> None:
+        """Report a loss that is not finite after one that is."""
+        finite = math.isfinite(loss)
+        if self._finite and not finite and self.trainer.rank == 0:
+            report_nonfinite_loss(step, loss)
+        self._finite = finite
 
     def _report_statistics(self, reported: Statistics, batch: Any) -> None:
         """Notify the callbacks of the statistics of the update; batch: its last one."""
@@ -267,7 +339,7 @@ class FitLoop:
         guard, trainer = self.guard, self.trainer
         assert guard is not None
         if guard.reaction == "skip" and guard.row < MOST_SKIPPED:
-            trainer.updates += 1
+            trainer.pipeline.skip_update()
             return True
         if guard.reaction == "rollback" and self._kept is not None:
             self.position.used += len(group)
@@ -288,11 +360,6 @@ class FitLoop:
             what = f"callback {_name(callback)}.on_step after step {info.step}"
             self.guarded(what, partial(tell, info))
 
-    def _record_used(self, group: list[Any], rows: int) -> None:
-        """Record that an update with known loss has used these batches."""
-        self._write_ledger(self._describe_update(group, rows), self.loss)
-        self.position.used += len(group)
-
     def _write_ledger(self, done: CompletedUpdate, loss: float) -> None:
         """Write a line of the ledger."""
         if self._kept is not None:
@@ -306,6 +373,7 @@ class FitLoop:
     def _evaluate(self) -> bool:
         """Evaluate, report the values, and return whether to stop."""
         run = self.run
+        self.settle()
         self.values = self.trainer.evaluate(self._data(run.evaluate), run.metrics, local=run.local)
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step(next(iter(self.values.values())))
@@ -344,6 +412,9 @@ class FitLoop:
         groups = [] if self.trainer.optimizer is None else self.trainer.optimizer.param_groups
         return tuple(float(group["lr"]) for group in groups if "lr" in group)
 
+    def _notify_fallback(self, why: str) -> None:
+        self._notify("fallback", why=why)
+
     def _notify_straggler(self, found: Straggler) -> None:
         self._notify("slow", why=str(found))
 
@@ -365,6 +436,9 @@ class FitLoop:
                 getattr(callback, "on_event", _ignore)(event)
             except Exception as other:
                 cause.add_note(f"callback {_name(callback)}.on_event(failure) raised {other!r}")
+
+
+_END = object()
 
 
 def _ignore(event: Event) -> None:

@@ -77,6 +77,38 @@ class FitOptions:
             raise error("FXP109", where="fit", why=wrong, fix="see the docs page on training")
         return self
 
+    def check_unflushed(self) -> None:
+        """Raise FXP109 for options that a pipeline without flushes does not support."""
+        problem: tuple[str, str, str] | None = None
+        if self.accumulate != 1:
+            problem = (
+                f"accumulate={self.accumulate}",
+                "a stage updates after each minibatch, and its backwards end in later calls",
+                "use larger batches and more microbatches",
+            )
+        elif self.statistics is not None:
+            problem = (
+                "statistics=",
+                "each stage updates by itself, and no rank has the gradients of one update of all "
+                "stages",
+                "call trainer.activation_statistics(batch) in a callback",
+            )
+        elif self.nonfinite in ("stop", "rollback"):
+            problem = (
+                f"nonfinite={self.nonfinite!r}",
+                "each stage updates by itself, and skips non-finite gradients",
+                'use "warn" or "skip"',
+            )
+        elif self.scheduler is not None:
+            problem = (
+                "scheduler=",
+                "each stage has its own optimizer and steps its own learning-rate scheduler",
+                "pass program.trainer(..., scheduler=make_scheduler)",
+            )
+        if problem is not None:
+            where, why, fix = problem
+            raise error("FXP109", where=f"fit({where})", why=why, fix=fix)
+
     def describe(self) -> str:
         """Return the options that must be equal on all ranks, as text."""
         return (

@@ -38,6 +38,7 @@ class Inference(StatefulTrainer):
 
     def eval_step(self, batch: Any, *, local: bool = False) -> torch.Tensor:
         """Return the loss of a batch in evaluation mode, equal on every rank."""
+        self.pipeline.settle()
         return self._eval_loss(batch, local)[0]
 
     def predict(self, batch: Any, *, first_only: bool = False, local: bool = False) -> Any:
@@ -49,6 +50,7 @@ class Inference(StatefulTrainer):
         first_only: only rank 0 receives outputs, others None. local: as for ``step``. FXP104 for an
         output without a batch dim that differs between microbatches.
         """
+        self.pipeline.settle()
         reading, result, outputs = self._outputs(batch, local, loss=False)
         return self._build_outputs(reading, result, outputs, first_only=first_only)
 
@@ -60,6 +62,7 @@ class Inference(StatefulTrainer):
         The loss is equal on every rank, None if the program has none. Outputs and arguments are
         those of :meth:`predict`.
         """
+        self.pipeline.settle()
         reading, result, outputs = self._outputs(batch, local, loss=True)
         found = self._build_outputs(reading, result, outputs, first_only=first_only)
         return result.loss, found
@@ -81,6 +84,7 @@ class Inference(StatefulTrainer):
         returns only metrics. Raises FXP507 on every rank if a metric or the data raises, FXP501 if
         a rank has more batches than another, FXP109 if there are no batches.
         """
+        self.pipeline.settle()
         tally = MetricTally(dict(metrics or {}))
         first = 0 in self._transport.local
         if first:
@@ -116,6 +120,8 @@ class Inference(StatefulTrainer):
         that returns the batch; by default they are the input ``input_ids`` or the first integer
         input, and ``attention_mask`` is ones. FXP109 for a model without such inputs.
         """
+
+        self.pipeline.settle()
 
         def begin() -> tuple[tuple[GenerationOptions, TokenSequences], str]:
             try:
@@ -161,6 +167,7 @@ class Inference(StatefulTrainer):
         sums over each row of the batch, not the activations. local: as for ``step``. FXP109 for a
         model that takes one batch size only.
         """
+        self.pipeline.settle()
         source, engine, outputs = self._activation_predictor()
         read, result = self._run_forward(source, engine, batch, "activation statistics", local)
         found = self._gather_whole_outputs(read.cut, result, outputs, first_only=False)

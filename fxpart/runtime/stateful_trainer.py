@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 
@@ -28,13 +28,12 @@ from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 class StatefulTrainer(TrainerBase):
     """State access by original names; every rank must make each call.
 
-    kind: see :mod:`fxpart.runtime.trainer_kinds`. model_config: the text of a transformers model's
+    model_config: the text of a transformers model's
     config.json, for ``save_pretrained``. plan_text, fingerprint: the plan as JSON, and the
     fingerprint of the model's graph, for checkpoints; empty if the trainer was not created from a
     plan.
     """
 
-    kind: ClassVar[Literal["synchronous", "asynchronous", "queue"]] = "synchronous"
     model_config = ""
     plan_text = ""
     fingerprint = ""
@@ -50,6 +49,7 @@ class StatefulTrainer(TrainerBase):
         them with ``load_state_dict(..., strict=False)``). Every rank must call it, unless each has
         the whole model and neither ``first_only`` nor ``sharded`` is set.
         """
+        self.pipeline.settle()
         if self._has_whole_model and not first_only and not sharded:
             return self._note_returned(self._own_state_dict(trainable_only))
         self._agree_on_call(f"state_dict {first_only} {sharded} {trainable_only}")
@@ -118,39 +118,15 @@ class StatefulTrainer(TrainerBase):
         files in it that are not weights are kept. Every rank must call it. FXP603 on every rank if
         it cannot be written.
         """
+        self.pipeline.settle()
         self._agree_on_call("save_pretrained")
         return save_pretrained(
             self._state, self._unused, directory, config=self.model_config, shard_bytes=shard_bytes
         )
 
-    def save_checkpoint(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint to ``folder/step-NNNNNNNNNN``; return that folder.
-
-        It has parameters, buffers, optimizer state and random state, and can be loaded under any
-        other plan (:mod:`fxpart.runtime.checkpointing`). extra: plain data that
-        :meth:`load_checkpoint` returns. The folder is created atomically, next to earlier ones.
-        Ranks write their own parts in parallel to the shared folder. Every rank must call it,
-        between two updates; an asynchronous pipeline is flushed. FXP513 on every rank if it cannot
-        be written, or the step already exists.
-        """
-        from fxpart.runtime.checkpointing.saver import save_once
-
-        return save_once(self, Path(folder), dict(extra or {}))
-
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Restore a checkpoint of any plan; return its ``extra`` data.
-
-        path: a checkpoint, or a folder of several (or of a run), whose newest complete one is used.
-        Each rank reads what it needs, one tensor at a time. Every rank must call it. Raises the
-        same error on all ranks: FXP510 and FXP511 for damaged checkpoints, FXP512 for another model
-        or optimizer.
-        """
-        from fxpart.runtime.checkpointing.loader import load_from
-
-        return load_from(self, Path(path))
-
     def settle(self) -> None:
         """Finish minibatches in flight, before the whole model is read; collective."""
+        self.pipeline.settle()
         self._apply_user_changes()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
@@ -160,6 +136,7 @@ class StatefulTrainer(TrainerBase):
         ``state_dict(sharded=True)``, DTensors of any sharding. Names of a compiled module
         ("_orig_mod") are accepted.
         """
+        self.pipeline.settle()
         state = {plain_name(name): tensor for name, tensor in state.items()}
         inner = {n: t for n, t in state.items() if n not in self._unused}
         text = "parts" if has_dtensors(inner) else " ".join(sorted(state))
@@ -184,6 +161,7 @@ class StatefulTrainer(TrainerBase):
         FXP109 if the trainer was created without an instance.
         """
         assert self.optimizer is not None, "there is no optimizer"
+        self.pipeline.settle()
         user = self._user_optimizer
         if numbered and user is None:
             raise error(
@@ -207,8 +185,8 @@ class StatefulTrainer(TrainerBase):
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`optimizer_state_dict`, also of another number of ranks."""
-        facade = self.optimizer
-        assert facade is not None, "there is no optimizer"
+        assert self.optimizer is not None, "there is no optimizer"
+        self.pipeline.settle()
 
         def plan() -> tuple[list[Callable[[], None]], str]:
             found = [
@@ -219,15 +197,21 @@ class StatefulTrainer(TrainerBase):
 
         for load in agree(self._transport, "the optimizer state", plan):
             load()
-        facade.reload()
+        self.pipeline.reload_options()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return gradients by original name on every rank: accumulated, or of the last update.
 
         Accumulated gradients are sums over batches, each weighted by its weight divided by the
         first batch's weight (see :meth:`Trainer.backward`); an update divides them by the sum of
-        these weights.
+        these weights. FXP109 if stages update on their own, and clear their gradients.
         """
+        if self.is_asynchronous:
+            raise error(
+                "FXP109", where="gradients()",
+                why="each stage clears its gradients after its own update",
+                fix="use a synchronous trainer",
+            )  # fmt: skip
         self._agree_on_call("gradients")
         whole = (
             nullcontext()

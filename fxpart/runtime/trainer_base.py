@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -15,6 +16,9 @@ from fxpart.errors import FxpartError, error
 from fxpart.plan.throughput import RowFigures
 from fxpart.program.spec import ProgramSpec
 from fxpart.rng import RepeatedKey, microbatch_key
+from fxpart.runtime.asynchronous.optimizer_facade import StageOptimizerFacade
+from fxpart.runtime.asynchronous.program_check import check_async_program
+from fxpart.runtime.asynchronous.stage_optimizers import make_stage_optimizers
 from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.batch.batch_requirements import BatchRequirements
@@ -62,11 +66,13 @@ from fxpart.runtime.optimizer.factory import (
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.optimizer.parameter_groups import Groups, ParameterGroup, make_local_groups
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
+from fxpart.runtime.pipeline import Pipeline
+from fxpart.runtime.queues.options import check_queue_program
 from fxpart.runtime.state.dtensor_state import DTensorState
 from fxpart.runtime.state.model_state import ModelState, Place
 from fxpart.runtime.state.module_watch import ModuleWatch
 from fxpart.runtime.torch_modes import TorchModes, describe_process_modes
-from fxpart.runtime.trainer_options import TrainerOptions
+from fxpart.runtime.trainer_options import Kind, TrainerOptions
 from fxpart.runtime.transport.agreement import agree
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.transport.rank_request import RankRequest
@@ -97,9 +103,7 @@ class TrainerBase(EntryPoints):
 
     watch: ModuleWatch | None = None
     frozen: frozenset[str] = frozenset()
-    shared_rows = True
-    is_asynchronous = False
-    repeats = True
+    pipeline: Pipeline
     guard: Callable[[], int] | None = None
     row_figures: Callable[[], RowFigures] | None = None
     activation_stages: Callable[[], tuple[Sequence[MeshRank], Outputs]] | None = None
@@ -156,6 +160,10 @@ class TrainerBase(EntryPoints):
         schedule, microbatches = self.options.schedule, max(self.microbatches, 1)
         firsts = get_pipeline_ranks(self._ranks, 0)
         placed = resolve_schedule(schedule, spec, firsts, microbatches, transport.ranks)
+        if self.kind == "queue":
+            check_queue_program(spec, self._ranks)
+        elif self.is_asynchronous:
+            check_async_program(spec, self._ranks, self.options)
         self._meshes = self._connect_meshes()
         own = [mesh_rank.index for mesh_rank in self._mesh_ranks]
         self._local = LocalExecutors(own, transport, self._meshes)
@@ -165,7 +173,7 @@ class TrainerBase(EntryPoints):
         self._pinned = pin_rank(self.options.pin, transport)
         self._state = ModelState(self._mesh_ranks, self._ranks, transport, self._devices)
         self._sharded_state = DTensorState(self._state, self._meshes)
-        self._shards = OptimizerShards(self._state, self._meshes, shared_rows=self.shared_rows)
+        self._shards = OptimizerShards(self._state, self._meshes, shared_rows=self.shares_rows)
         self.divisors = LossDivisors(spec, self._state, self._unused)
         self._feed = GlobalBatchReader(self._mesh_ranks, self.divisors.values)
         self._source = BatchSource(self._feed, self.microbatches)
@@ -179,6 +187,33 @@ class TrainerBase(EntryPoints):
         self.optimizers: Mapping[Place, torch.optim.Optimizer] = {}
         self._user_optimizer: UserOptimizer | None = None
         self.optimizer = self._prepare_optimizers(optimizer, groups)
+
+    @property
+    def kind(self) -> Kind:
+        """How the minibatches run."""
+        return self.options.kind
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether stages update on their own, without flushes or from queues."""
+        return self.kind != "synchronous"
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether sparse gradients of embedding tables that several stages share stay sparse.
+
+        Not without flushes: they are sent with every microbatch, before the number of their rows is
+        known. With queues they are intercepted after each backward.
+        """
+        return self.kind != "asynchronous"
+
+    @property
+    def repeats(self) -> bool:
+        """Whether repeated training is bitwise identical, if the device's operations are.
+
+        Queues assign microbatches differently every time.
+        """
+        return self.kind != "queue"
 
     @property
     def microbatches(self) -> int:
@@ -292,23 +327,32 @@ class TrainerBase(EntryPoints):
             {mesh_rank.index: partial(do, mesh_rank) for mesh_rank in self._mesh_ranks}
         )
 
-    def _make_optimizer(self, given: Any, groups: Groups | None) -> torch.optim.Optimizer:
-        """Create the optimizer of this process, with the same groups on every rank."""
+    def _make_optimizer(self, given: Any, groups: Groups | None) -> None:
+        """Create the optimizers of this process, with the same groups on every rank.
 
-        def make() -> tuple[torch.optim.Optimizer, str]:
+        Stages that update on their own have one each; otherwise one has all parameters.
+        """
+
+        def make() -> tuple[Mapping[Place, torch.optim.Optimizer], str]:
             self._groups = make_parameter_groups(given, groups, self._state.trainable())
-            mine = self._state.parameters()
-            own_groups, names = make_local_groups(self._groups, mine), [name for name, _ in mine]
-            made = make_optimizer(given, [p for _, p in mine], own_groups, names)
-            check_optimizer_support(made, self._state, self._shards.rows)
+            made: Mapping[Place, torch.optim.Optimizer]
+            if self.is_asynchronous:
+                owned = self.kind == "asynchronous"
+                made = make_stage_optimizers(
+                    given, self._state, self._groups, self._shards, owned=owned
+                )
+            else:
+                mine = self._state.parameters()
+                own_groups = make_local_groups(self._groups, mine)
+                names = [name for name, _ in mine]
+                made = {(0, 0): make_optimizer(given, [p for _, p in mine], own_groups, names)}
+                check_optimizer_support(made[0, 0], self._state, self._shards.rows)
             text = " ".join(",".join(group.names) for group in self._groups)
-            return made, f"{describe_groups(made)} {text}"
+            return made, f"{describe_groups(next(iter(made.values())))} {text}"
 
-        made = agree(self._transport, "the optimizer's parameter groups", make)
+        self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
         if not self.is_asynchronous and not isinstance(given, UserOptimizer):
-            use_fused_kernels(made)  # Weight prediction reads step counts on the host.
-        self.optimizers = {(0, 0): made}
-        return made
+            use_fused_kernels(self.optimizers[0, 0])  # Weight prediction reads step counts.
 
     def _prepare_optimizers(self, given: Any, groups: Groups | None) -> OptimizerFacade | None:
         """Create the optimizers, check that they can be divided, and copy the user's state."""
@@ -340,10 +384,19 @@ class TrainerBase(EntryPoints):
 
     def _make_facade(self, user: UserOptimizer | None) -> OptimizerFacade:
         """Create the facade of the optimizers; user: the user's instance."""
-        return OptimizerFacade(
-            self, list(self.optimizers.values()), self._list_group_parameters(), user,
-            withheld=self._withheld(), final=self._transport.ranks == 1,
-        )  # fmt: skip
+        optimizers = list(self.optimizers.values())
+        if not self.is_asynchronous:
+            return OptimizerFacade(
+                self, optimizers, self._list_group_parameters(), user,
+                withheld=self._withheld(), final=self._transport.ranks == 1,
+            )  # fmt: skip
+        members = [
+            [p for each in optimizers for p in each.param_groups[index]["params"]]
+            for index in range(len(optimizers[0].param_groups))
+        ]
+        return StageOptimizerFacade(
+            self, optimizers, members, user, withheld=self._withheld(), final=True
+        )
 
     def _split_by_rank(self, made: torch.optim.Optimizer) -> dict[Place, torch.optim.Optimizer]:
         """Create one optimizer for each rank of this process, as under torchrun."""
@@ -380,16 +433,25 @@ class TrainerBase(EntryPoints):
         shown = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
         return f"a rank has only a part of {shown}, which users would not expect"
 
+    @abstractmethod
     def step_by_hand(self) -> None:
-        """Raise FXP115."""
-        raise error(
-            "FXP115", where="optimizer.step()",
-            why="this trainer updates automatically after each minibatch",
-            fix="leave the call out",
-        )  # fmt: skip
+        """Update for ``optimizer.step()``; FXP115 if that is impossible."""
 
+    @abstractmethod
     def zero_grad(self) -> None:
-        """Do nothing: every minibatch ends with an update, and gradients start from zero."""
+        """Clear all gradients."""
+
+    @abstractmethod
+    def touch(self) -> None:
+        """Note that parameters are accessed through the optimizer."""
+
+    def replace_ranks(self, ranks: Ranks, lost: Collection[int]) -> None:
+        """Use these ranks from now on. lost: stages whose process has ended."""
+        self._ranks = ranks
+        self._state = ModelState(self._mesh_ranks, ranks, self._transport, self._devices)
+        self._sharded_state = DTensorState(self._state, None)
+        self.optimizers = {k: each for k, each in self.optimizers.items() if k[0] not in lost}
+        self._eval, self._predictors = None, {}
 
     def _apply_user_changes(self) -> str:
         """Apply the user's changes; return them as text for comparison between ranks.

@@ -2,18 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast, get_args
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
 from fxpart.accelerator import is_accelerator
-from fxpart.errors import error
+from fxpart.errors import FxpartError, Problem, error
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.text import to_text
+from fxpart.schedule.weight_modes import (
+    FLUSH,
+    STASH,
+    WeightMode,
+    list_queue_modes,
+    weight_mode,
+)
+
+Kind = Literal["synchronous", "asynchronous", "queue"]
+Clip = Literal["stage", "delayed"]
+CLIPS: tuple[Clip, ...] = ("stage", "delayed")
+TURNS, QUEUE = "turns", "queue"
+
+
+class _Limit(NamedTuple):
+    """The kinds of trainers that have an option, what it is, and what to do with another kind."""
+
+    kinds: tuple[Kind, ...]
+    what: str
+    fix: str
+
+
+# The options that not every kind of trainer has.
+_LIMITS = {
+    "compile_stages": _Limit(("synchronous",), "compiled stages", "use compile_stages=False"),
+    "cuda_graphs": _Limit(("synchronous",), "CUDA graphs", "use cuda_graphs=False"),
+    "ema": _Limit(("synchronous",), "a moving average of the weights", "omit ema="),
+    "log_grad_norm": _Limit(("synchronous", "asynchronous"), "log_grad_norm=", "omit it"),
+    "weights": _Limit(("asynchronous", "queue"), "weights=", "omit it"),
+    "warm_up": _Limit(("asynchronous", "queue"), "warm_up=", "omit it"),
+    "scheduler": _Limit(
+        ("asynchronous", "queue"), "scheduler=", "pass it to fit() or step it after each update"
+    ),
+    "clip": _Limit(("asynchronous",), "clip=", "omit it"),
+    "guard": _Limit(("asynchronous",), "guard=", "omit it"),
+    "total_updates": _Limit(("asynchronous",), "total_updates=", "omit it"),
+    "watch": _Limit(("asynchronous",), "watch=", "omit it"),
+    "staleness": _Limit(("queue",), "staleness=", f'use routing="{QUEUE}"'),
+    "patience": _Limit(("queue",), "patience=", f'use routing="{QUEUE}"'),
+}
+ASYNCHRONOUS_OPTIONS = tuple(
+    name for name, limit in _LIMITS.items() if limit.kinds[0] == "asynchronous"
+)
 
 
 def check_accumulate(accumulate: object) -> None:
@@ -46,6 +90,23 @@ class TrainerOptions:
     :mod:`fxpart.runtime.executor.cuda_graphs`. ema: the decay of an exponential moving average of
     the weights, such as 0.999, that every update continues: see
     :mod:`fxpart.runtime.optimizer.weight_average`.
+
+    routing: "turns" (round-robin), or "queue": replicas take microbatches from queues. weights:
+    weight mode or its name, of training without flushes; None: the pipeline is flushed at every
+    update, or, with queues, "stash". warm_up: number of first updates that are synchronous.
+    scheduler: function that makes a learning-rate scheduler for an optimizer, stepped once per
+    update of training without flushes.
+
+    Without flushes: clip: the norm that ``clip_norm`` limits: "stage", the gradients of each stage,
+    or "delayed", the newest known global norm; if the pipeline is flushed after every minibatch, it
+    is the exact global norm. guard: skip an update whose gradients are not all finite, and flush
+    after every minibatch from then on. total_updates: number of updates after which the
+    learning-rate discount of a weight mode ends; by default those of ``fit``, else 100 times the
+    largest staleness. watch: measure prediction errors every so many updates; 0: never.
+
+    With queues: staleness: largest number of updates that the gradients of a minibatch may miss,
+    for all stages or per stage (replicas counted once); 0: synchronous. patience: seconds of
+    silence after which a rank counts as lost.
     """
 
     microbatches: int
@@ -60,6 +121,16 @@ class TrainerOptions:
     gather_ahead: int | None = None
     cuda_graphs: bool = False
     ema: float | None = None
+    weights: str | WeightMode | None = None
+    clip: Clip = "stage"
+    warm_up: int = 0
+    guard: bool = True
+    scheduler: Callable[..., Any] | None = None
+    total_updates: int | None = None
+    watch: int = 0
+    routing: str = TURNS
+    staleness: int | Sequence[int] = 0
+    patience: float = 30.0
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainerOptions:
@@ -83,7 +154,74 @@ class TrainerOptions:
             where = f"ema={made.ema}"
             raise _make_error(where, "a decay is at least 0 and less than 1", "use 0.999")
         made.recomputes(0)
+        made._check_counts()
+        made._check_kind()
         return made
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the trainer."""
+        if self.routing == QUEUE:
+            return "queue"
+        return "synchronous" if self.weights is None else "asynchronous"
+
+    @cached_property
+    def mode(self) -> WeightMode:
+        """The weights that forwards and backwards read."""
+        default = STASH if self.routing == QUEUE else FLUSH
+        return weight_mode(default if self.weights is None else self.weights)
+
+    @property
+    def staleness_by_group(self) -> tuple[int, ...]:
+        """The given staleness: one number for all groups of replicas, or one for each."""
+        given = self.staleness
+        return (given,) if isinstance(given, int) else tuple(given)
+
+    def allowed(self, minibatch: int) -> int:
+        """Return the updates that a minibatch may miss on some stage, with queues."""
+        return max(self.staleness_by_group, default=0) if minibatch >= self.warm_up else 0
+
+    def _check_counts(self) -> None:
+        """Raise FXP109 for invalid values of the options of training without flushes."""
+        problem, given = "", self.staleness
+        single = isinstance(given, str) or not isinstance(given, Sequence)
+        if self.routing not in (TURNS, QUEUE):
+            problem = f"routing={self.routing!r} is unknown; use {TURNS} or {QUEUE}"
+        elif self.clip not in CLIPS:
+            problem = f"clip={self.clip!r} is unknown; use {' or '.join(CLIPS)}"
+        elif not is_count(self.warm_up) or not is_count(self.watch):
+            problem = "warm_up and watch must be integers of at least 0 (updates)"
+        elif self.total_updates is not None and not is_count(self.total_updates):
+            problem = f"total_updates={self.total_updates!r} must be an integer of at least 0"
+        elif not isinstance(self.guard, bool):
+            problem = f"guard={self.guard!r} must be True or False"
+        elif self.scheduler is not None and not callable(self.scheduler):
+            problem = "scheduler must be a function that makes a scheduler for an optimizer"
+        elif not all(map(is_count, (given,) if single else cast(Sequence[Any], given))):
+            problem = f"staleness={given!r} must be integers of at least 0 (updates)"
+        elif not isinstance(self.patience, (int, float)) or not self.patience > 0:
+            problem = f"patience={self.patience!r} must be above 0 seconds"
+        elif self.kind == "queue" and self.mode.name not in list_queue_modes():
+            known = " or ".join(list_queue_modes())
+            problem = f"weights={self.mode.name!r} does not support queues; use {known}"
+        if problem:
+            raise _make_error("program.trainer", problem, "")
+
+    def _check_kind(self) -> None:
+        """Raise FXP109 for options that this kind of trainer does not have."""
+        defaults = {field.name: field.default for field in fields(self)}
+        problems = [
+            Problem("FXP109", self._describe_kind(), f"it does not support {limit.what}", limit.fix)
+            for name, limit in _LIMITS.items()
+            if self.kind not in limit.kinds and getattr(self, name) != defaults[name]
+        ]
+        if problems:
+            raise FxpartError(problems)
+
+    def _describe_kind(self) -> str:
+        if self.kind == "queue":
+            return "routing=queue"
+        return "a synchronous trainer" if self.weights is None else f"weights={self.mode.name}"
 
     def blocks_ahead(self, device: torch.device) -> int:
         """Return for how many blocks parameters are gathered ahead on a device."""
@@ -106,6 +244,9 @@ class TrainerOptions:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if isinstance(self.schedule, Schedule):
             values["schedule"] = to_text(self.schedule)
+        function = getattr(self.scheduler, "func", self.scheduler)
+        values["scheduler"] = getattr(function, "__qualname__", type(function).__name__)
+        values["weights"] = self.mode
         return " ".join(f"{name} {value}" for name, value in values.items())
 
     @property
@@ -116,3 +257,8 @@ class TrainerOptions:
 
 def _make_error(where: str, why: str, fix: str) -> Exception:
     return error("FXP109", where=where, why=why, fix=fix)
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is an integer of at least 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -21,20 +21,19 @@ from fxpart.plan.schedule import parse_schedule, recomputed, stage_of
 from fxpart.plan.throughput import compute_row_figures
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime import InProcess, ProcessGroupTransport, Trainer, connect, heartbeat
-from fxpart.runtime.asynchronous import AsyncTrainer
-from fxpart.runtime.asynchronous.options import AsyncOptions, make_default_optimizer
 from fxpart.runtime.entry_point import announce_call
 from fxpart.runtime.host.gpus import local_device
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks, build_rank_table, get_stage_mesh
+from fxpart.runtime.optimizer.factory import make_default_optimizer
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
 from fxpart.runtime.queues.fault_tolerant_transport import FaultTolerantTransport
-from fxpart.runtime.queues.options import QueueOptions, is_queue_routed
-from fxpart.runtime.queues.trainer import QueueTrainer
+from fxpart.runtime.queues.options import is_queue_routed
 from fxpart.runtime.state.module_constants import ModuleConstants
 from fxpart.runtime.state.module_watch import ModuleWatch
 from fxpart.runtime.state.shard_layout import make_state_slicer
 from fxpart.runtime.state.weight_consistency import check_same_weights
 from fxpart.runtime.torch_modes import TorchModes, TrainerCallKind, disable_torch_modes
+from fxpart.runtime.trainer_options import ASYNCHRONOUS_OPTIONS, TrainerOptions
 from fxpart.runtime.transport.agreement import agree
 from fxpart.runtime.transport.interface import Transport
 from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE, SCHEDULES
@@ -53,7 +52,7 @@ def make_trainer(
     timeout: float | None,
     strict: bool = True,
     **options: Any,
-) -> Trainer | AsyncTrainer | QueueTrainer:
+) -> Trainer:
     """Return the trainer of :meth:`fxpart.api.Program.trainer`.
 
     weights: their source. weight_mode: replaces the plan's. options: the trainer's own.
@@ -83,7 +82,7 @@ def _make_trainer(
     timeout: float | None,
     strict: bool,
     **options: Any,
-) -> Trainer | AsyncTrainer | QueueTrainer:
+) -> Trainer:
     """Build the trainer without active torch modes."""
     # Imported late: an exported program trains without capture and passes.
     from fxpart.training.activation_statistics import build_activation_stages
@@ -130,7 +129,7 @@ def _make_trainer(
     if (guard := program.captured.guard) is not None:
         # In a pipeline without flushes, minibatches from before and after a change are in flight
         # together.
-        update = copies.update if type(made) is Trainer else None
+        update = None if made.is_asynchronous else copies.update
         made.guard = lambda: guard(update)
     made.activation_stages = lambda: build_activation_stages(program, mesh_ranks, copies)
     made.row_figures = lambda: compute_row_figures(plan, program.work)
@@ -238,7 +237,7 @@ class _LocalPlacement:
         weight_mode: WeightMode | None,
         queue: bool = False,
         **options: Any,
-    ) -> Trainer | AsyncTrainer | QueueTrainer:
+    ) -> Trainer:
         """Build the trainer of this process's mesh ranks for the plan.
 
         weight_mode: of an asynchronous pipeline. queue: whether replicas take
@@ -247,15 +246,11 @@ class _LocalPlacement:
         first = mesh_ranks[0]
         if weight_mode is not None:
             options["weights"] = weight_mode
-        kind: type[Trainer] | type[AsyncTrainer] | type[QueueTrainer] = Trainer
-        if queue:
-            kind = QueueTrainer
-        elif weight_mode is not None:
-            kind = AsyncTrainer
         transport: Transport = self.transport
         if queue and isinstance(self.transport, ProcessGroupTransport):
-            transport = FaultTolerantTransport(self.transport, QueueOptions.of(options).patience)
-        made = kind(
+            patience = options.get("patience", TrainerOptions.patience)
+            transport = FaultTolerantTransport(self.transport, patience)
+        made = Trainer(
             first.spec,
             first.modules,
             ranks=self.ranks,
@@ -288,7 +283,7 @@ def load_trainer(
     weights: Any,
     timeout: float | None = None,
     **options: Any,
-) -> Trainer | AsyncTrainer | QueueTrainer:
+) -> Trainer:
     """Return a trainer of an exported program, without model, capture or solver.
 
     directory: written by Program.export; every digest is checked before anything is imported
@@ -326,9 +321,7 @@ def load_trainer(
     return made
 
 
-def _attach_plan(
-    made: Trainer | AsyncTrainer | QueueTrainer, plan: Plan
-) -> Trainer | AsyncTrainer | QueueTrainer:
+def _attach_plan(made: Trainer, plan: Plan) -> Trainer:
     """Store in the trainer what its checkpoints record about the plan."""
     made.divisors.renew()
     if made.row_figures is None:
@@ -396,7 +389,7 @@ def select_weight_mode(
     streams = not SCHEDULES[plan.schedule].flushes
     planned = plan.weights if streams else FLUSH
     mode = weight_mode(planned if given is None else given)
-    async_options = AsyncOptions.names(options)
+    async_options = [name for name in options if name in ASYNCHRONOUS_OPTIONS]
     if mode.name == FLUSH and not streams:
         if async_options:
             raise error(

@@ -19,10 +19,10 @@ from torch.nn import functional
 
 from fxpart.emulator import Emulator
 from fxpart.errors import FxpartError
-from fxpart.runtime.asynchronous.options import AsyncOptions
+from fxpart.runtime.trainer_options import ASYNCHRONOUS_OPTIONS, TrainerOptions
 from fxpart.schedule.versions import WeightVersionCounters, count_chain_warmup
 from fxpart.schedule.weight_copies import count_weight_copies
-from fxpart.schedule.weight_modes import MODES
+from fxpart.schedule.weight_modes import MODES, SPECTRAIN
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 BATCHES = models.mlp_batches(12, 4)
@@ -248,8 +248,9 @@ def test_other_first_weights_and_progress() -> None:
 def test_defaults_are_the_trainers() -> None:
     """The mode, what an asynchronous trainer takes, and the optimizer that a mode prescribes."""
     given = inspect.signature(Emulator.run).parameters
-    for option in fields(AsyncOptions):
-        if option.init and option.name in given:
+    assert given["weights"].default == SPECTRAIN
+    for option in fields(TrainerOptions):
+        if option.name in given and option.name in ASYNCHRONOUS_OPTIONS[1:]:
             assert given[option.name].default == option.default, option.name
     emulator, _ = made(2)
     nadam = partial(torch.optim.NAdam, betas=(0.99, 0.999))

@@ -21,7 +21,6 @@ from fxpart.plan.model import Plan
 from fxpart.planner.prediction.plan_digest import decisions
 from fxpart.report.explanation_builder import explanation
 from fxpart.report.explanation_text import explain
-from fxpart.runtime.queues.trainer import QueueTrainer
 
 
 def compiled(ranks: int = 3, mode: str = "queue", **constraints: Any) -> fxpart.Program:
@@ -41,7 +40,7 @@ def mixed() -> fxpart.Program:
 
 def losses_of(trainer: Any) -> list[float]:
     found = [trainer.step(batch(rows, step)) for step, rows in enumerate(ROWS)]
-    found += trainer.drain() if isinstance(trainer, QueueTrainer) else []
+    found += trainer.drain() if trainer.kind == "queue" else []
     return [float(loss) for loss in found if loss is not None]
 
 
@@ -57,8 +56,8 @@ def test_each_stage_has_its_own_staleness() -> None:
 @pytest.mark.slow
 def test_a_trainer_is_as_the_plan_says() -> None:
     trainer = mixed().trainer(adagrad)
-    assert isinstance(trainer, QueueTrainer)
-    assert (trainer.dealt, trainer.weight_mode.name) == ((2, 0), "stash")
+    assert trainer.kind == "queue"
+    assert (trainer.pipeline.dealt, trainer.weight_mode.name) == ((2, 0), "stash")
     assert len(losses_of(trainer)) == len(ROWS)
     missed = [copy.staleness for copy in trainer.report()]
     assert missed[2] == 0 < max(missed[:2]) <= 2
@@ -70,7 +69,7 @@ def test_by_default_no_update_is_missed() -> None:
     plan = compiled(2).plan
     assert plan.staleness == (0, 0) and plan.weights == "flush"
     trainer = compiled(2).trainer(adagrad)
-    assert isinstance(trainer, QueueTrainer) and trainer.weight_mode.name == "flush"
+    assert trainer.kind == "queue" and trainer.weight_mode.name == "flush"
     assert losses_of(trainer) == pytest.approx(alone()[0], rel=1e-6)
     trainer.close()
 
@@ -78,10 +77,10 @@ def test_by_default_no_update_is_missed() -> None:
 @pytest.mark.slow
 def test_what_is_asked_of_the_trainer_goes_before() -> None:
     trainer = mixed().trainer(adagrad, staleness=1, weight_mode="naive")
-    assert (trainer.dealt, trainer.weight_mode.name) == ((1, 1), "naive")
+    assert (trainer.pipeline.dealt, trainer.weight_mode.name) == ((1, 1), "naive")
     trainer.close()
     trainer = mixed().trainer(adagrad, routing="turns")
-    assert not isinstance(trainer, QueueTrainer)
+    assert not trainer.is_asynchronous
     assert losses_of(trainer) == pytest.approx(alone()[0], rel=1e-6)
     trainer.close()
     with pytest.raises(FxpartError, match="2 stages, with replicas counted once"):

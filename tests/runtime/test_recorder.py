@@ -189,8 +189,8 @@ def wrapped(trainer: Trainer) -> tuple[int, int, int]:
     """How many instructions, phases and exchanges are others than those prepared."""
     executors = [e for lanes in trainer._engine._executors.values() for lane in lanes for e in lane]
     pairs = [pair for e in executors for pair in zip(e._instructions, e._prepared, strict=True)]
-    calls = (*trainer._reductions, *trainer._phase_calls)
-    phases = zip(calls, (do for _, do in trainer._phases), strict=True)
+    calls = (*trainer.pipeline._reductions, *trainer.pipeline._phase_calls)
+    phases = zip(calls, (do for _, do in trainer.pipeline._phases), strict=True)
     exchange = trainer._engine._exchange, trainer.transport.exchange
     return (
         sum(a is not b for a, b in pairs),

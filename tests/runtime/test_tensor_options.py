@@ -13,8 +13,7 @@ from hand_stages import language
 from ranks import Pool
 from runtime_programs import bits, make
 
-from fxpart.runtime import InProcess, connect
-from fxpart.runtime.asynchronous import AsyncTrainer
+from fxpart.runtime import InProcess, Trainer, connect
 from fxpart.runtime.optimizer.optimizer_state import convert_option
 from fxpart.schedule.weight_modes import MODES
 
@@ -34,7 +33,7 @@ def trainer(mode: str, transport: Any = None, **given: Any) -> Any:
     hand = language(CUT)
     if not mode:
         return make(hand, transport, optimizer=optimizer)
-    return AsyncTrainer(
+    return Trainer(
         hand.spec(), dict(enumerate(hand.stages)), ranks=range(len(CUT)), transport=transport,
         microbatches=4 if mode == "2bw-ef" else 2, optimizer=optimizer, weights=MODES[mode],
     )  # fmt: skip

@@ -15,8 +15,7 @@ from runtime_programs import bits, make
 from stream_programs import make as make_stream
 
 from fxpart.checkpoint.reader import Checkpoint
-from fxpart.runtime import InProcess
-from fxpart.runtime.asynchronous import AsyncTrainer
+from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.checkpointing.tensor_codec import as_tensor
 from fxpart.runtime.stateful_trainer import StatefulTrainer
 from fxpart.schedule.weight_modes import MODES, RULES
@@ -73,20 +72,20 @@ def mesh_ranks(way: str, optimizer: str = "adamw", transport: Any = None) -> Sta
     )
 
 
-def stream(mode: str, cut: tuple[int, ...] = (1, 1, 1, 1), **options: Any) -> AsyncTrainer:
+def stream(mode: str, cut: tuple[int, ...] = (1, 1, 1, 1), **options: Any) -> Trainer:
     """The language model as a stream."""
     options = {"microbatches": 4 if mode == "2bw-ef" else 2, **options}
     if mode == "pipemare":
         options["total_updates"] = 20
     made = make_stream(language(cut), InProcess(len(cut)), weights=STREAMS[mode], **options)
-    assert isinstance(made, AsyncTrainer)
+    assert made.is_asynchronous
     return made
 
 
 def steps(trainer: StatefulTrainer, seeds: Any, given: Callable[..., Any] = batch) -> list[bytes]:
     """Train; the losses that are known when all is drained."""
     told: list[Any] = [trainer.step(given(seed=seed)) for seed in seeds]  # type: ignore[attr-defined]
-    if isinstance(trainer, AsyncTrainer):
+    if trainer.is_asynchronous:
         told += trainer.drain()
     return [loss.numpy().tobytes() for loss in told if loss is not None]
 

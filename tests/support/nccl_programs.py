@@ -19,7 +19,6 @@ from fxpart.plan.model import Plan
 from fxpart.program.replicas import get_original_stage, replicate_stages
 from fxpart.program.spec import Dim, InputSpec
 from fxpart.runtime import Trainer, connect
-from fxpart.runtime.asynchronous import AsyncTrainer
 from fxpart.runtime.transport.interface import Transport
 from fxpart.schedule.spec import SCHEDULES
 
@@ -116,7 +115,7 @@ def train_asynchronously(
     """Train the chain without flushes but one in the middle; losses and state."""
     hand = chain(stages)
     modules = {k: stage for k, stage in enumerate(hand.stages) if k in transport.local}
-    trainer = AsyncTrainer(
+    trainer = Trainer(
         hand.spec(), modules, ranks=range(stages), transport=transport, microbatches=4,
         optimizer=SGD, weights=mode,
     )  # fmt: skip
@@ -151,7 +150,7 @@ def issue_asynchronously(
     """The operations of a rank from an empty pipeline to its flush, headers apart."""
     hand = chain(stages, skips=False, tied=False)
     modules = {k: stage for k, stage in enumerate(hand.stages) if k in transport.local}
-    trainer = AsyncTrainer(
+    trainer = Trainer(
         hand.spec(), modules, ranks=range(stages), transport=transport, microbatches=2,
         optimizer=SGD, weights="stash",
     )  # fmt: skip

@@ -15,7 +15,6 @@ from torch.nn import functional
 from fxpart.emulator import Emulator
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess, StepInfo, Trainer, connect
-from fxpart.runtime.asynchronous import AsyncTrainer
 from fxpart.runtime.transport.interface import Transport
 from fxpart.schedule.weight_modes import MODES
 
@@ -25,21 +24,18 @@ OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW, "nadam": partial(torch.optim.NAdam, lr
 STEPS = 9
 
 
-def make(
-    hand: Hand, transport: Transport, optimizer: str = "sgd", **options: Any
-) -> AsyncTrainer | Trainer:
+def make(hand: Hand, transport: Transport, optimizer: str = "sgd", **options: Any) -> Trainer:
     """A trainer of this process's stages, stage i on rank i; without ``weights`` a plain one."""
-    kind = AsyncTrainer if "weights" in options else Trainer
     modules = {i: stage for i, stage in enumerate(hand.stages) if i in transport.local}
     ranks = range(len(hand.stages))
     given = {"microbatches": 2, "optimizer": OPTIMIZERS[optimizer], **options}
-    return kind(hand.spec(), modules, ranks=ranks, transport=transport, **given)
+    return Trainer(hand.spec(), modules, ranks=ranks, transport=transport, **given)
 
 
-def losses_of(trainer: AsyncTrainer | Trainer, batches: list[Any]) -> list[bytes]:
+def losses_of(trainer: Trainer, batches: list[Any]) -> list[bytes]:
     """Of all batches, in order."""
     found = [trainer.step(each) for each in batches]
-    found += trainer.drain() if isinstance(trainer, AsyncTrainer) else []
+    found += trainer.drain() if trainer.is_asynchronous else []
     return [loss.numpy().tobytes() for loss in found if loss is not None]
 
 
@@ -79,7 +75,7 @@ def compiled(
             how |= {"total_updates": STEPS} if MODES[mode].discount else {}
             trainer = emulator.program.trainer(OPTIMIZERS[optimizer], weight_mode=mode, **how)
             told = [trainer.step(each) for each in batches]
-            told += trainer.drain() if isinstance(trainer, AsyncTrainer) else []
+            told += trainer.drain() if trainer.is_asynchronous else []
             losses = [float(loss) for loss in told if loss is not None]
             state = trainer.state_dict()
             trainer.close()
@@ -157,7 +153,7 @@ def left(here: bool) -> list[tuple[int, Bits]]:
     for mode in ("spectrain", "stash"):
         transport = InProcess(4) if here else connect(4, shared_memory=False)
         trainer = make(language((1, 1, 1, 1)), transport, "adamw", weights=mode, microbatches=1)
-        assert isinstance(trainer, AsyncTrainer)
+        assert trainer.is_asynchronous
         for seed in range(5):
             trainer.step(batch(seed=seed))
         trainer.close()
@@ -165,7 +161,7 @@ def left(here: bool) -> list[tuple[int, Bits]]:
     return found
 
 
-def own(trainer: AsyncTrainer) -> dict[str, torch.Tensor]:
+def own(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The parameters of this process by stage and name."""
     (mesh_rank,) = trainer._mesh_ranks
     return {
@@ -179,7 +175,7 @@ def part(what: str) -> tuple[str, str]:
     """Rank 2 of four drains, or is gone, where the others train on; code and where."""
     transport = connect(4, timeout=3.0)
     trainer = make(language((1, 1, 1, 1)), transport, weights="stash", microbatches=1)
-    assert isinstance(trainer, AsyncTrainer)
+    assert trainer.is_asynchronous
     try:
         for call in range(12):
             if call == 6 and transport.local[0] == 2:

@@ -1,7 +1,1 @@
-"""Asynchronous pipeline training without flushes: each stage updates its own weights."""
-
-from __future__ import annotations
-
-from fxpart.runtime.asynchronous.trainer import AsyncTrainer
-
-__all__ = ["AsyncTrainer"]
+"""Pipelines without flushes: each stage updates its own weights."""

@@ -13,11 +13,6 @@ from fxpart.runtime.embedding_tables import check_optimizer_support
 from fxpart.runtime.optimizer.facade import check_scheduler
 from fxpart.runtime.optimizer.factory import make_optimizer
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
-from fxpart.runtime.optimizer.optimizer_state import (
-    gather_optimizer_state,
-    merge_optimizers,
-    plan_state_load,
-)
 from fxpart.runtime.optimizer.parameter_groups import ParameterGroup, make_local_groups
 from fxpart.runtime.optimizer.update_options import UpdateOptions
 from fxpart.runtime.state.model_state import ModelState, Place
@@ -31,8 +26,13 @@ if TYPE_CHECKING:
 Optimizers = Mapping[Place, torch.optim.Optimizer]
 
 
-def collect_owned_parameters(state: ModelState) -> dict[Place, list[tuple[str, nn.Parameter]]]:
-    """Return the trainable parameters owned by each stage and mesh rank here, in model order."""
+def collect_stage_parameters(
+    state: ModelState, *, owned: bool
+) -> dict[Place, list[tuple[str, nn.Parameter]]]:
+    """Return the trainable parameters of each stage and mesh rank here, in model order.
+
+    owned: only those that the stage owns, if stages share them.
+    """
     found: dict[Place, list[tuple[str, nn.Parameter]]] = {
         (stage, mesh_rank.index): []
         for mesh_rank in state.mesh_ranks
@@ -40,29 +40,34 @@ def collect_owned_parameters(state: ModelState) -> dict[Place, list[tuple[str, n
     }
     for name, entry in state.entries.items():
         for (stage, mesh_rank), tensor in entry.copies.items():
-            if entry.trainable and stage == entry.spec.owner and isinstance(tensor, nn.Parameter):
+            mine = stage == entry.spec.owner or not owned
+            if entry.trainable and mine and isinstance(tensor, nn.Parameter):
                 found[stage, mesh_rank].append((name, tensor))
     return found
 
 
 def make_stage_optimizers(
-    given: Any, state: ModelState, groups: Sequence[ParameterGroup]
+    given: Any,
+    state: ModelState,
+    groups: Sequence[ParameterGroup],
+    shards: OptimizerShards,
+    *,
+    owned: bool,
 ) -> Optimizers:
-    """Make one optimizer per stage; FXP109 as
-    :func:`~fxpart.runtime.optimizer.factory.make_optimizer`.
+    """Make one optimizer per stage.
+
+    FXP109 as :func:`~fxpart.runtime.optimizer.factory.make_optimizer`, and for one that does not
+    support the gradients of its stage. owned: see :func:`collect_stage_parameters`.
     """
-    return {
+    made = {
         place: make_optimizer(
             given, [p for _, p in mine], make_local_groups(groups, mine), [name for name, _ in mine]
         )
-        for place, mine in collect_owned_parameters(state).items()
+        for place, mine in collect_stage_parameters(state, owned=owned).items()
     }
-
-
-def check_stage_optimizers(made: Optimizers, state: ModelState, shards: OptimizerShards) -> None:
-    """Raise FXP109 for an optimizer that does not support the gradients of its stage."""
     for each in made.values():
         check_optimizer_support(each, state, shards.rows)
+    return made
 
 
 def record_options(
@@ -87,26 +92,3 @@ def record_options(
     for each in stage_weights:
         each.follow(made)
     return made
-
-
-def gather_stage_optimizer_state(
-    state: ModelState, shards: OptimizerShards, optimizers: Optimizers, *, first_only: bool
-) -> dict[str, Any]:
-    """Gather the optimizer state by original parameter names.
-
-    See :mod:`~fxpart.runtime.optimizer.optimizer_state`.
-    """
-    return gather_optimizer_state(
-        state, shards, merge_optimizers(optimizers), first_only=first_only
-    )
-
-
-def plan_loads(
-    state: ModelState,
-    shards: OptimizerShards,
-    optimizers: Optimizers,
-    given: Mapping[str, Any],
-    groups: Sequence[ParameterGroup],
-) -> list[Callable[[], None]]:
-    """Return functions that load gathered state into each optimizer; FXP110 if it does not fit."""
-    return [plan_state_load(state, shards, each, given, groups) for each in optimizers.values()]

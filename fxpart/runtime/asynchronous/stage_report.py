@@ -12,20 +12,23 @@ from fxpart.schedule.weight_modes import PIPEOPTIM
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Report of one stage.
+    """Report of one stage, or of one replica with queues.
 
-    staleness: most updates between a forward and its backward. updates: so far. skipped: updates
-    skipped because of non-finite gradients. copies: most weight versions in memory at once,
-    including the parameters. rho: (microbatch, ρ = |predicted - real| / |stale - real|) for
-    measured predictions; above 1, the prediction is worse than the stale weights.
+    staleness: most updates between a forward and its backward; with queues, and its own update.
+    updates: so far. copies: most weight versions in memory at once, including the parameters.
+    skipped: updates skipped because of non-finite gradients. rho: (microbatch, ρ = |predicted -
+    real| / |stale - real|) for measured predictions; above 1, the prediction is worse than the
+    stale weights. microbatches: forwards computed with queues, including repetitions for a lost
+    replica.
     """
 
     stage: int
     staleness: int
     updates: int
-    skipped: int
     copies: int
-    rho: tuple[tuple[int, float], ...]
+    skipped: int = 0
+    rho: tuple[tuple[int, float], ...] = ()
+    microbatches: int = 0
 
     @classmethod
     def of(cls, stage: int, staleness: int, weights: StageWeights) -> StageReport:
@@ -72,29 +75,3 @@ def describe_inaccurate_predictions(rhos: Sequence[float | None]) -> str:
         f"the prediction horizon is too long there; {PIPEOPTIM} has a shorter horizon, and the "
         "rule decaying never overshoots"
     )
-
-
-class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Report of one replica. stage: its stage number.
-
-    microbatches: forwards computed, including repetitions for a lost replica. staleness: most
-    updates between a forward and its own update. updates: so far. sets: most weight versions in
-    memory at once, including the parameters.
-    """
-
-    stage: int
-    microbatches: int
-    staleness: int
-    updates: int
-    sets: int
-
-
-def gather_replica_reports(
-    transport: Transport, mine: Sequence[ReplicaReport]
-) -> tuple[ReplicaReport, ...]:
-    """Gather the reports of all processes, by stage."""
-    raws = transport.exchange_bytes(msgspec.json.encode(mine))
-    found = [
-        report for raw in raws for report in msgspec.json.decode(raw, type=list[ReplicaReport])
-    ]
-    return tuple(sorted(found, key=lambda report: report.stage))

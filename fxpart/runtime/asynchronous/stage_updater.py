@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -13,10 +12,8 @@ from torch import nn
 from fxpart.runtime.embedding_tables import get_gradient_values
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
+from fxpart.runtime.trainer_options import Clip
 from fxpart.runtime.weights import StageWeights
-
-Clip = Literal["stage", "delayed"]
-CLIPS: tuple[Clip, ...] = ("stage", "delayed")
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from fxpart.errors import Problem
 from fxpart.runtime.checkpointing.optimizer_tensors import optimizers
 
 if TYPE_CHECKING:
-    from fxpart.runtime.stateful_trainer import StatefulTrainer
+    from fxpart.runtime.trainer import Trainer
 
 _MOST = 20  # problems reported at once
 _FIX = "use the model that the run began with, or another folder"
 
 
 def find_incompatibilities(
-    trainer: StatefulTrainer, manifest: CheckpointManifest, path: Path
+    trainer: Trainer, manifest: CheckpointManifest, path: Path
 ) -> list[Problem]:
     """Return an FXP512 problem per mismatch, at most 20, and FXP510 for values of wrong types."""
     where = str(path)
@@ -33,7 +33,7 @@ def find_incompatibilities(
     return found + [Problem("FXP510", where, why, fix) for why in _plain(manifest)]
 
 
-def _model(trainer: StatefulTrainer, manifest: CheckpointManifest) -> Iterator[str]:
+def _model(trainer: Trainer, manifest: CheckpointManifest) -> Iterator[str]:
     expected = {n: (e.spec.dtype, tuple(e.pieces.shape)) for n, e in trainer._state.saved()}
     for name, tensor in trainer._unused.items():
         expected[name] = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -69,7 +69,7 @@ def _plain(manifest: CheckpointManifest) -> Iterator[str]:
             yield f"{format_key(key)} has the unexpected type {type(value).__name__}"
 
 
-def _optimizer(trainer: StatefulTrainer, manifest: CheckpointManifest) -> Iterator[str]:
+def _optimizer(trainer: Trainer, manifest: CheckpointManifest) -> Iterator[str]:
     own = {type(optimizer).__name__ for optimizer in optimizers(trainer)}
     saved_class = manifest.values.get("trainer/optimizer")
     if not own or saved_class is None:

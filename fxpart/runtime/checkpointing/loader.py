@@ -18,7 +18,7 @@ from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.regions import Bytes, TensorRegion, make_full_region
 from fxpart.errors import FxpartError, Problem
-from fxpart.runtime.checkpointing import async_state, random_state
+from fxpart.runtime.checkpointing import random_state, rule_state
 from fxpart.runtime.checkpointing.compatibility import find_incompatibilities
 from fxpart.runtime.checkpointing.optimizer_tensors import (
     OptimizerTensor,
@@ -30,18 +30,13 @@ from fxpart.runtime.checkpointing.tensor_codec import as_bytes, as_tensor, key_o
 from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.optimizer.optimizer_state import convert_option, find_source_group
 from fxpart.runtime.optimizer.weight_average import SLOT
-from fxpart.runtime.trainer_kinds import is_asynchronous, is_synchronous
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 
 if TYPE_CHECKING:
-    from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
-    from fxpart.runtime.stateful_trainer import StatefulTrainer
     from fxpart.runtime.trainer import Trainer
 
 
-def restore(
-    trainer: StatefulTrainer, checkpoint: Checkpoint, *, random: bool = True
-) -> dict[str, Any]:
+def restore(trainer: Trainer, checkpoint: Checkpoint, *, random: bool = True) -> dict[str, Any]:
     """Restore a trainer from a checkpoint; return the saved ``extra``. Every rank calls it.
 
     random: restore this process's random generators too (of rank 0 if this rank did not save).
@@ -67,17 +62,13 @@ def restore(
     agree(transport, "the checkpoint", check)
     agree(transport, "the content of the checkpoint", fill)
     trainer.divisors.renew()
-    trainer.calls = manifest.calls
     if trainer.seed != manifest.seed:
         trainer.options = replace(trainer.options, seed=manifest.seed)
-    if is_synchronous(trainer):
-        trainer.zero_grad()
-        trainer.updates = manifest.step
     return dict(manifest.extra)
 
 
 def restore_newest(
-    trainer: StatefulTrainer, root: str | Path, *, random: bool = True, finite: bool = False
+    trainer: Trainer, root: str | Path, *, random: bool = True, finite: bool = False
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """Restore the newest complete checkpoint of a folder; return it and the saved ``extra``.
 
@@ -107,15 +98,15 @@ def restore_newest(
     raise FxpartError([Problem("FXP511", str(root), why, fix), *skipped])
 
 
-def _open_checkpoint(trainer: StatefulTrainer, path: Path) -> Checkpoint:
+def _open_checkpoint(trainer: Trainer, path: Path) -> Checkpoint:
     """Open a checkpoint on every rank; FXP510 on all if one cannot."""
     return agree(
         trainer.transport, "the checkpoint", lambda: (Checkpoint.open(path), str(path.absolute()))
     )
 
 
-def load_from(trainer: StatefulTrainer, path: Path) -> dict[str, Any]:
-    """Implement :meth:`fxpart.runtime.stateful_trainer.StatefulTrainer.load_checkpoint`."""
+def load_from(trainer: Trainer, path: Path) -> dict[str, Any]:
+    """Implement :meth:`fxpart.runtime.stateful_trainer.Trainer.load_checkpoint`."""
     one = agree(
         trainer.transport, "the checkpoint", lambda: ((path / NAME).exists(), str(path.absolute()))
     )
@@ -129,7 +120,7 @@ def load_from(trainer: StatefulTrainer, path: Path) -> dict[str, Any]:
 class _CheckpointLoader:
     """Reads a checkpoint in one process."""
 
-    def __init__(self, trainer: StatefulTrainer, checkpoint: Checkpoint) -> None:
+    def __init__(self, trainer: Trainer, checkpoint: Checkpoint) -> None:
         self._trainer = trainer
         self._checkpoint = checkpoint
         self._manifest = checkpoint.manifest
@@ -147,10 +138,8 @@ class _CheckpointLoader:
             self._trainer.optimizer.reload()
         if self._trainer.watch is not None:
             self._trainer.watch.accept()
-        if is_synchronous(self._trainer):
-            self._restore_average(self._trainer)
-        if is_asynchronous(self._trainer):
-            self._restore_async_state(self._trainer)
+        self._restore_average()
+        self._restore_stages()
 
     def _fill(self, key: str, region: TensorRegion, target: torch.Tensor) -> torch.Tensor:
         """Fill the target with a region of a tensor, read directly into it if possible.
@@ -251,9 +240,9 @@ class _CheckpointLoader:
                     else:
                         group[name] = convert_option(current, value)
 
-    def _restore_average(self, trainer: Trainer) -> None:
+    def _restore_average(self) -> None:
         """Restore the moving average; it starts anew if the checkpoint has none."""
-        average = trainer._average
+        average = self._trainer.average
         if average is None:
             return
         average.started = any(key.startswith("ema/") for key in self._manifest.tensors)
@@ -264,7 +253,8 @@ class _CheckpointLoader:
                     self._fill(f"ema/{holder.name}/{SLOT}", holder.region, value)
             self._last_read = None
 
-    def _restore_async_state(self, trainer: AsyncTrainerBase) -> None:
+    def _restore_stages(self) -> None:
+        """Restore the state of stages that update on their own, and the counters."""
         optimizer_tensors, manifest = self._optimizer_tensors, self._manifest
 
         def key(parameter: torch.Tensor, slot: str) -> str:
@@ -285,13 +275,11 @@ class _CheckpointLoader:
             return manifest.values.get(key(parameter, slot))
 
         updates = manifest.values.get("trainer/updates", manifest.step)
-        async_state.restore_rule_slots(trainer, load_tensor, load_value, updates, manifest.calls)
+        pipeline = self._trainer.pipeline
+        rule_state.restore_rule_slots(pipeline, load_tensor, load_value, updates)
         self._last_read = None
-        async_state.restore_gradient_norms(trainer, manifest.values)
-        names = ("draining", "known", "scheduler")
-        async_state.restore_trainer_state(
-            trainer, {n: manifest.values.get(f"trainer/{n}") for n in names}
-        )
+        pipeline.restart(updates, manifest.calls)
+        pipeline.restore(manifest.values)
 
 
 def _group_slot_keys(manifest: CheckpointManifest) -> dict[tuple[str, str], dict[str, str]]:

@@ -28,7 +28,6 @@ from fxpart.runtime.checkpointing.snapshot import (
     take_snapshot,
 )
 from fxpart.runtime.queues.fault_tolerant_transport import FaultTolerantTransport
-from fxpart.runtime.trainer_kinds import is_asynchronous, is_synchronous
 from fxpart.runtime.transport.agreement import (
     AllRanksError,
     agree,
@@ -36,10 +35,9 @@ from fxpart.runtime.transport.agreement import (
     encode_problems,
     merge_problems,
 )
-from fxpart.schedule.weight_modes import FLUSH
 
 if TYPE_CHECKING:
-    from fxpart.runtime.stateful_trainer import StatefulTrainer
+    from fxpart.runtime.trainer import Trainer
 
 _POLL_SECONDS = 0.02  # seconds between two checks of the folder
 _EXCHANGE_SECONDS = 1.0  # seconds between exchanges of ranks that wait for a save
@@ -86,7 +84,7 @@ class Saver:
 
     def __init__(
         self,
-        trainer: StatefulTrainer,
+        trainer: Trainer,
         root: str | Path,
         *,
         keep: int = folder.FEWEST,
@@ -310,7 +308,7 @@ class Saver:
         files = {PLAN: write_text(partial, PLAN, self._plan)} if self._plan else {}
         written = manifest_merge.read_rank_manifests(partial, job.world)
         trainer = self._trainer
-        mode = trainer.weight_mode.name if is_asynchronous(trainer) else FLUSH
+        mode = trainer.weight_mode.name
         manifest = manifest_merge.merge(
             written, step=job.step, calls=job.calls, seed=trainer.seed,
             fingerprint=self._fingerprint,
@@ -360,9 +358,8 @@ class Saver:
         return f"{self.root}, rank {self._trainer.rank}"
 
 
-def save_once(trainer: StatefulTrainer, root: Path, extra: dict[str, Any]) -> Path:
-    """Implement :meth:`fxpart.runtime.stateful_trainer.StatefulTrainer.save_checkpoint`."""
-    assert is_synchronous(trainer) or is_asynchronous(trainer), "there is no other"
+def save_once(trainer: Trainer, root: Path, extra: dict[str, Any]) -> Path:
+    """Implement :meth:`fxpart.runtime.stateful_trainer.Trainer.save_checkpoint`."""
     flush_before_snapshot(
         trainer
     )  # first: update counts are equal on all ranks only without minibatches in flight
@@ -382,7 +379,7 @@ def save_once(trainer: StatefulTrainer, root: Path, extra: dict[str, Any]) -> Pa
 
 
 def _merge_groups(
-    groups_by_rank: list[list[dict[str, Any]]], trainer: StatefulTrainer
+    groups_by_rank: list[list[dict[str, Any]]], trainer: Trainer
 ) -> list[dict[str, Any]]:
     """Merge the groups of all processes by position, parameters in model order."""
     place = {name: index for index, name in enumerate(trainer._state.entries)}

@@ -17,7 +17,7 @@ from fxpart.checkpoint.dtypes import DTYPES
 from fxpart.checkpoint.regions import TensorRegion, make_full_region
 from fxpart.checkpoint.writer import CheckpointShard
 from fxpart.errors import FxpartError, error
-from fxpart.runtime.checkpointing import async_state, random_state
+from fxpart.runtime.checkpointing import random_state, rule_state
 from fxpart.runtime.checkpointing.optimizer_tensors import (
     OptimizerTensor,
     iterate_optimizer_tensors,
@@ -26,11 +26,8 @@ from fxpart.runtime.checkpointing.optimizer_tensors import (
 )
 from fxpart.runtime.checkpointing.tensor_codec import as_bytes, dtype_name, key_of, region_of
 from fxpart.runtime.optimizer.weight_average import SLOT
-from fxpart.runtime.trainer_kinds import is_asynchronous, is_synchronous
 
 if TYPE_CHECKING:
-    from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
-    from fxpart.runtime.stateful_trainer import StatefulTrainer
     from fxpart.runtime.trainer import Trainer
 
 
@@ -67,13 +64,13 @@ class CheckpointSnapshot:
     shared: dict[str, Any] = field(default_factory=dict)
 
 
-def flush_before_snapshot(trainer: StatefulTrainer) -> None:
+def flush_before_snapshot(trainer: Trainer) -> None:
     """Flush an asynchronous trainer; FXP109 if gradients are accumulated. Every rank calls it.
 
     Gradients are not part of a checkpoint.
     """
     trainer.settle()
-    accumulated = 0 if is_asynchronous(trainer) else trainer._accumulation.batches
+    accumulated = trainer._accumulation.batches
     if accumulated:
         raise error(
             "FXP109", where="a checkpoint",
@@ -82,9 +79,7 @@ def flush_before_snapshot(trainer: StatefulTrainer) -> None:
         )  # fmt: skip
 
 
-def take_snapshot(
-    trainer: StatefulTrainer, staging: StagingBuffers | None = None
-) -> CheckpointSnapshot:
+def take_snapshot(trainer: Trainer, staging: StagingBuffers | None = None) -> CheckpointSnapshot:
     """Capture the state that :func:`~fxpart.runtime.checkpointing.loader.restore` restores.
 
     staging: buffers to copy into; None: shards share the trainer's CPU memory and are valid until
@@ -94,14 +89,9 @@ def take_snapshot(
     builder = _SnapshotBuilder(trainer, staging)
     builder.model()
     builder.optimizer()
-    if is_synchronous(trainer):
-        builder.average(trainer)
-    if is_asynchronous(trainer):
-        builder.predictors(trainer)
-        builder.snapshot.shared |= {
-            "updates": trainer.updates,
-            **async_state.capture_trainer_state(trainer),
-        }
+    builder.average()
+    builder.predictors()
+    builder.snapshot.shared |= trainer.pipeline.capture()
     builder.random()
     for device in set(trainer._devices.values()):
         synchronize(device)
@@ -111,7 +101,7 @@ def take_snapshot(
 class _SnapshotBuilder:
     """Collects the shards of one :class:`CheckpointSnapshot`."""
 
-    def __init__(self, trainer: StatefulTrainer, staging: StagingBuffers | None) -> None:
+    def __init__(self, trainer: Trainer, staging: StagingBuffers | None) -> None:
         self._trainer = trainer
         self._staging = staging
         self._optimizer_tensors = map_optimizer_tensors(trainer)
@@ -158,21 +148,22 @@ class _SnapshotBuilder:
                 self.snapshot.groups[index]["params"] += names
             self.snapshot.shared["optimizer"] = type(optimizer).__name__
 
-    def average(self, trainer: Trainer) -> None:
+    def average(self) -> None:
         """Add the moving average of the weights, once an update was averaged."""
-        average = trainer._average
+        average = self._trainer.average
         if average is None or not average.started:
             return
         for key, (weight, value) in average.get_averages().items():
             self._add_slot("ema", weight, self._optimizer_tensors[key], SLOT, value)
 
-    def predictors(self, trainer: AsyncTrainerBase) -> None:
+    def predictors(self) -> None:
         """Add the state of the stages' prediction rules."""
-        for parameter, slot, value in async_state.iterate_rule_slots(trainer):
+        pipeline = self._trainer.pipeline
+        for parameter, slot, value in rule_state.iterate_rule_slots(pipeline):
             description = self._optimizer_tensors.get(id(parameter))
             if description is not None and description.writes:
                 self._add_slot("predictor", parameter, description, slot, value)
-        for rank, key, square in async_state.iterate_gradient_norms(trainer):
+        for rank, key, square in pipeline.gradient_norms():
             self.snapshot.values[rank][key] = square
 
     def random(self) -> None:

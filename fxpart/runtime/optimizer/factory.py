@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.optimizer.parameter_groups import Groups, ParameterGroup, assign_groups
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
+from fxpart.schedule.weight_modes import PRESCRIBED_OPTIONS, WeightMode
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
 _FIX = "pass a torch.optim class, a functools.partial of one, or a function(params) -> optimizer"
@@ -173,3 +175,10 @@ def _call_factory(factory: Any, mine: list[Any]) -> Any:
         fix="use an optimizer that accepts any of the model's parameters, or several by pattern: "
         '{"*.weight": Muon, "*": AdamW}',
     ) from first
+
+
+def make_default_optimizer(mode: WeightMode | None, otherwise: Any = "adamw") -> Any:
+    """Return the optimizer of training without a given one: the mode's, or ``otherwise``."""
+    if mode is None or not mode.optimizer:
+        return otherwise
+    return partial(choose(mode.optimizer).make, **PRESCRIBED_OPTIONS.get(mode.optimizer, {}))

@@ -1,38 +1,38 @@
-"""Construction of the optimizers and workers of a queue trainer."""
+"""Construction of the workers of a pipeline with queues."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import nn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fxpart.program.replica_groups import ReplicaGroupGraph
-from fxpart.runtime.embedding_tables import check_optimizer_support
+from fxpart.runtime.asynchronous.stage_optimizers import collect_stage_parameters
 from fxpart.runtime.executor.stage_signature import StageSignature
-from fxpart.runtime.optimizer.factory import make_optimizer
-from fxpart.runtime.optimizer.parameter_groups import make_local_groups
+from fxpart.runtime.queues.messenger import ReplicaMessenger
 from fxpart.runtime.queues.replica_gradients import CrossGroupParameter, ReplicaParameters
 from fxpart.runtime.queues.weights import QueueWeights
 from fxpart.runtime.queues.worker import ClipLimits, ReplicaWorker
 
 if TYPE_CHECKING:
-    from fxpart.runtime.asynchronous.stage_optimizers import Optimizers
-    from fxpart.runtime.queues.trainer import QueueTrainer
-    from fxpart.runtime.state.model_state import Place
+    from fxpart.runtime.trainer import Trainer
 
 
-def make_worker(trainer: QueueTrainer, stage: int, layout: ReplicaGroupGraph) -> ReplicaWorker:
-    """Make the worker of a replica, with its weights and messages."""
+def make_worker(
+    trainer: Trainer,
+    messenger: ReplicaMessenger,
+    stage: int,
+    layout: ReplicaGroupGraph,
+    staleness: Sequence[int],
+) -> ReplicaWorker:
+    """Make the worker of a replica, with its weights and messages. staleness: of each group."""
     module = trainer._mesh_ranks[0].modules[stage]
-    optimizer, options, queue = trainer.optimizers[stage, 0], trainer.options, trainer.queue
-    messenger, spec = trainer._messenger, trainer.spec
-    bound = trainer.dealt[layout.group(stage)]
+    optimizer, options, spec = trainer.optimizers[stage, 0], trainer.options, trainer.spec
+    bound = staleness[layout.group(stage)]
     table = StageSignature.of(
         spec, spec.stages[stage], module, layout.found(stage), False,
         options.recomputes(len(spec.stages)).get(stage, "none"),
     )  # fmt: skip
-    weights = QueueWeights(module, optimizer, queue.mode, bound if table.trains else 0)
+    weights = QueueWeights(module, optimizer, options.mode, bound if table.trains else 0)
     if table.keeping.recompute is not None:
         weights.recompute(table.keeping.recompute)
     return ReplicaWorker(
@@ -48,10 +48,10 @@ def make_worker(trainer: QueueTrainer, stage: int, layout: ReplicaGroupGraph) ->
 
 
 def collect_replica_parameters(
-    trainer: QueueTrainer, stage: int, layout: ReplicaGroupGraph
+    trainer: Trainer, stage: int, layout: ReplicaGroupGraph
 ) -> ReplicaParameters:
     """Return the trainable parameters of a replica and which are tied to other groups."""
-    mine = parameters_of(trainer, stage)
+    mine = collect_stage_parameters(trainer._state, owned=False)[stage, 0]
     places = {name: place for place, (name, _) in enumerate(mine)}
     ties = {
         name: CrossGroupParameter(places[name], layout.owns(stage, name))
@@ -59,28 +59,3 @@ def collect_replica_parameters(
         for name in names
     }
     return ReplicaParameters([p for _, p in mine], trainer._shards.rows, ties)
-
-
-def make_optimizers(trainer: QueueTrainer, given: Any) -> Optimizers:
-    """Make one optimizer per replica of this process, with the trainer's groups."""
-    made: dict[Place, torch.optim.Optimizer] = {}
-    for stage in trainer._mesh_ranks[0].modules:
-        mine = parameters_of(trainer, stage)
-        optimizer = make_optimizer(
-            given,
-            [p for _, p in mine],
-            make_local_groups(trainer._groups, mine),
-            [name for name, _ in mine],
-        )
-        check_optimizer_support(optimizer, trainer._state, trainer._shards.rows)
-        made[stage, 0] = optimizer
-    return made
-
-
-def parameters_of(trainer: QueueTrainer, stage: int) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters of a replica in model order."""
-    return [
-        (name, tensor)
-        for name, entry in trainer._state.entries.items()
-        if entry.trainable and isinstance(tensor := entry.copies.get((stage, 0)), nn.Parameter)
-    ]

@@ -16,25 +16,24 @@ from torch.optim import lr_scheduler
 
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.errors import FxpartError
-from fxpart.runtime import InProcess
-from fxpart.runtime.asynchronous import AsyncTrainer
+from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.training_run.options import Checkpoints
 
 CUTS = {1: (4,), 2: (2, 2), 3: (1, 1, 2), 4: (1, 1, 1, 1)}
 
 
-def stream(stages: int, *, here: bool = True, **options: Any) -> AsyncTrainer:
+def stream(stages: int, *, here: bool = True, **options: Any) -> Trainer:
     transport: Any = InProcess(stages) if here else stream_programs.connect(stages)
     hand = language(CUTS[stages], tied=stages == 4)
     made = make(
         hand, transport, "adamw", **{"weights": "spectrain", "microbatches": 1, **options},
         evaluation=lambda: (hand.spec(), {i: hand.stages[i] for i in transport.local}),
     )  # fmt: skip
-    assert isinstance(made, AsyncTrainer)
+    assert made.is_asynchronous
     return made
 
 
-def train(trainer: AsyncTrainer, first: int, last: int) -> None:
+def train(trainer: Trainer, first: int, last: int) -> None:
     for seed in range(first, last):
         trainer.step(batch(seed=seed))
 
@@ -59,7 +58,7 @@ def test_a_checkpoint_counts_every_update(mode: str, stages: int, tmp_path: Path
             assert bits(again.state_dict()) == bits(trainer.state_dict())
 
 
-def look(trainer: AsyncTrainer) -> None:
+def look(trainer: Trainer) -> None:
     """Evaluate; modules made by hand are those of training."""
     modules = [m for mesh_rank in trainer._mesh_ranks for m in mesh_rank.modules.values()]
     for module in modules:

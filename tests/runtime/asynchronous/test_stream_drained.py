@@ -13,7 +13,6 @@ from runtime_programs import bits
 from stream_programs import losses_of, make
 
 from fxpart.runtime import InProcess
-from fxpart.runtime.asynchronous import AsyncTrainer
 from fxpart.schedule.weight_modes import MODES
 
 
@@ -93,12 +92,10 @@ def test_a_warm_up_is_synchronous() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.1}])
-def test_lanes_of_data_parallel_stages(clip: dict[str, float], monkeypatch: Any) -> None:
+def test_lanes_of_data_parallel_stages(clip: dict[str, float]) -> None:
     """Two mesh ranks, four stages: sums over mesh ranks before each stage's update."""
     found = []
-    for kind, more in ((None, {}), (AsyncTrainer, {"weights": "flush"})):
-        if kind is not None:
-            monkeypatch.setattr(hand_lanes, "Trainer", kind)
+    for more in ({}, {"weights": "flush"}):
         made = hand_lanes.data_parallel(hand_stages.branches, 2, 0, **clip, **more)
         found.append((losses_of(made, STEPS), bits(made.state_dict())))
         made.close()

@@ -16,23 +16,22 @@ from stream_programs import SGD, make
 from torch.optim import lr_scheduler
 
 from fxpart.errors import FxpartError
-from fxpart.runtime import InProcess
-from fxpart.runtime.asynchronous import AsyncTrainer
+from fxpart.runtime import InProcess, Trainer
 
 CUTS = {2: (2, 2), 3: (1, 1, 2), 4: (1, 1, 1, 1)}
 STEPS = 9
 
 
-def stream(stages: int = 4, optimizer: str = "sgd", **options: Any) -> AsyncTrainer:
+def stream(stages: int = 4, optimizer: str = "sgd", **options: Any) -> Trainer:
     made = make(
         language(CUTS[stages], tied=stages == 4), InProcess(stages), optimizer,
         **{"weights": "stash", "microbatches": 1, **options},
     )  # fmt: skip
-    assert isinstance(made, AsyncTrainer)
+    assert made.is_asynchronous
     return made
 
 
-def watched(trainer: AsyncTrainer, option: str = "lr") -> list[list[Any]]:
+def watched(trainer: Trainer, option: str = "lr") -> list[list[Any]]:
     """The option at each update, by stage."""
     found: list[list[Any]] = []
     for each in trainer.optimizers.values():
@@ -46,7 +45,7 @@ def watched(trainer: AsyncTrainer, option: str = "lr") -> list[list[Any]]:
     return found
 
 
-def run(trainer: AsyncTrainer, after: Callable[[int], object] = lambda call: None) -> None:
+def run(trainer: Trainer, after: Callable[[int], object] = lambda call: None) -> None:
     for call in range(STEPS):
         trainer.step(batch(seed=call))
         after(call)
@@ -162,7 +161,7 @@ def test_a_rate_in_a_tensor() -> None:
     """The stages' optimizers do not share the tensor, and each update has its value."""
     hand, transport = language(CUTS[2], tied=False), InProcess(2)
     optimizer = partial(torch.optim.SGD, lr=torch.tensor(0.1), foreach=False)
-    made = AsyncTrainer(
+    made = Trainer(
         hand.spec(), dict(enumerate(hand.stages)), ranks=range(2), transport=transport,
         weights="stash", microbatches=1, optimizer=optimizer,
     )  # fmt: skip

@@ -13,22 +13,21 @@ from runtime_programs import bits
 from stream_programs import make
 
 from fxpart.errors import FxpartError
-from fxpart.runtime import InProcess
-from fxpart.runtime.asynchronous import AsyncTrainer
+from fxpart.runtime import InProcess, Trainer
 from fxpart.schedule.weight_modes import MODES
 
 CUTS = {1: (4,), 2: (2, 2), 3: (1, 1, 2), 4: (1, 1, 1, 1)}
 FLYING = [name for name, mode in MODES.items() if not mode.flush]
 
 
-def stream(stages: int = 4, given: Any = None, **options: Any) -> AsyncTrainer:
+def stream(stages: int = 4, given: Any = None, **options: Any) -> Trainer:
     hand = language(CUTS[stages], tied=stages == 4)
     more = {"weights": "stash", "microbatches": 1, **options}
     if given is None:
         made = make(hand, InProcess(stages), "sgd", **more)
-        assert isinstance(made, AsyncTrainer)
+        assert made.is_asynchronous
         return made
-    return AsyncTrainer(
+    return Trainer(
         hand.spec(), dict(enumerate(hand.stages)), ranks=range(stages), transport=InProcess(stages),
         optimizer=given, **more,
     )  # fmt: skip
@@ -49,7 +48,7 @@ def test_recomputed_activations_change_no_bit(mode: str, recompute: str) -> None
     assert states[0] == states[1]
 
 
-def rates_of_first(trainer: AsyncTrainer) -> list[float]:
+def rates_of_first(trainer: Trainer) -> list[float]:
     found: list[float] = []
     assert trainer.optimizer is not None
     trainer.optimizer.register_step_pre_hook(lambda o, a, k: found.append(o.param_groups[0]["lr"]))

@@ -13,18 +13,17 @@ from runtime_programs import bits
 from stream_programs import losses_of, make
 
 from fxpart.errors import FxpartError
-from fxpart.runtime import InProcess
-from fxpart.runtime.asynchronous import AsyncTrainer
+from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.asynchronous.stage_report import describe_inaccurate_predictions
 from fxpart.schedule.weight_modes import MODES
 
 CUTS = {2: (2, 2), 3: (1, 1, 2), 4: (1, 1, 1, 1)}
 
 
-def stream(stages: int = 4, optimizer: str = "sgd", **options: Any) -> AsyncTrainer:
+def stream(stages: int = 4, optimizer: str = "sgd", **options: Any) -> Trainer:
     hand = language(CUTS[stages], tied=stages == 4)
     made = make(hand, InProcess(stages), optimizer, **{"weights": "stash", **options})
-    assert isinstance(made, AsyncTrainer)
+    assert made.is_asynchronous
     return made
 
 
@@ -40,7 +39,7 @@ def test_every_mode_reads_what_its_schedule_says(mode: str, stages: int) -> None
     lag = made.lag
     assert [loss is None for loss in losses] == [True] * lag + [False] * (7 - lag)
     if not MODES[mode].flush:
-        for stage, found in made.counters.items():
+        for stage, found in made.pipeline.counters.items():
             ahead = stages - stage
             assert found.forwards == 7 * made.microbatches
             assert found.backwards == found.forwards - ahead + 1
@@ -55,7 +54,8 @@ def test_staleness_of_a_chain() -> None:
     made = stream(microbatches=1)
     for seed in range(8):
         made.step(batch(seed=seed))
-    found = {k: c.recent[-1].backward - c.recent[-1].forward for k, c in made.counters.items()}
+    last = {k: counters.recent[-1] for k, counters in made.pipeline.counters.items()}
+    found = {k: update.backward - update.forward for k, update in last.items()}
     assert found == {0: 3, 1: 2, 2: 1, 3: 0}
     assert made.staleness == (3, 2, 1, 0)
 
@@ -93,7 +93,7 @@ def test_evaluation_in_a_stream_drains_it() -> None:
         weights="spectrain",
         evaluation=lambda: (hand.spec(), dict(enumerate(hand.stages))),
     )
-    assert isinstance(trainer, AsyncTrainer)
+    assert trainer.is_asynchronous
     for seed in range(5):
         trainer.step(batch(seed=seed))
     assert trainer.in_flight
@@ -134,9 +134,9 @@ def test_gradients_that_are_not_finite() -> None:
     """The update counts and changes nothing, and the pipeline drains from then on."""
     hand = language((1, 1, 1, 1))
     trainer = make(hand, InProcess(4), weights="stash", microbatches=1)
-    assert isinstance(trainer, AsyncTrainer)
+    assert trainer.is_asynchronous
     told: list[str] = []
-    trainer.listeners.append(told.append)
+    trainer.pipeline.listeners.append(told.append)
     inner, count = hand.stages[1].forward, 0
 
     def forward(key: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -147,7 +147,7 @@ def test_gradients_that_are_not_finite() -> None:
     hand.stages[1].forward = forward  # type: ignore[method-assign]
     losses = losses_of(trainer, [batch(seed=seed) for seed in range(12)])
     assert len(losses) == 12
-    assert trainer.always_flush and trainer.lag == 0 and len(told) == 1
+    assert trainer.pipeline.always_flush and trainer.lag == 0 and len(told) == 1
     assert trainer.updates == 12
     assert all(torch.isfinite(p).all() for stage in hand.stages for p in stage.parameters())
     reports = trainer.report()
@@ -161,14 +161,14 @@ def test_without_a_guard_it_goes_on() -> None:
     with torch.no_grad():
         next(hand.stages[0].parameters()).fill_(float("nan"))
     assert len(losses_of(trainer, [batch(seed=s) for s in range(4)])) == 4
-    assert not trainer.always_flush  # type: ignore[union-attr]
+    assert not trainer.pipeline.always_flush  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("clip", ["stage", "delayed"])
 def test_clipping_bounds_each_stage(clip: str) -> None:
     """With SGD without momentum no step is longer than lr times the bound of the stage."""
     hand = language((1, 1, 1, 1), tied=False)
-    trainer = AsyncTrainer(
+    trainer = Trainer(
         hand.spec(), dict(enumerate(hand.stages)), ranks=range(4), transport=InProcess(4),
         microbatches=1, optimizer=lambda p: torch.optim.SGD(p, lr=1.0), weights="stash",
         clip_norm=0.01, clip=clip,
@@ -199,9 +199,8 @@ def test_schedulers_follow_their_own_updates() -> None:
     assert rates == [0.1 * 0.5**n for n in (3, 4, 5, 6)]
 
 
-def test_lanes_have_one_version(monkeypatch: Any) -> None:
+def test_lanes_have_one_version() -> None:
     """Two mesh ranks, two stages, no drain: copies of a parameter stay equal in every bit."""
-    monkeypatch.setattr(hand_lanes, "Trainer", AsyncTrainer)
     made = hand_lanes.data_parallel(
         lambda: language((1, 1, 1, 1), dropout=0.0), 2, 0, weights="spectrain", microbatches=2
     )
@@ -227,7 +226,7 @@ def test_what_a_stream_refuses() -> None:
             call()
     hand = language((1, 1, 1, 1))
     with pytest.raises(FxpartError, match="several stages per rank"):
-        AsyncTrainer(
+        Trainer(
             hand.spec(), dict(enumerate(hand.stages)), ranks=[0, 1, 0, 1], transport=InProcess(2),
             microbatches=1, optimizer=hand_stages.ADAMW, weights="stash",
         )  # fmt: skip

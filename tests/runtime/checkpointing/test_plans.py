@@ -12,7 +12,6 @@ from checkpoint_trainers import everything, held, moved
 from torch import nn
 
 import fxpart
-from fxpart.runtime.asynchronous import AsyncTrainer
 
 
 class Small(nn.Module):
@@ -112,7 +111,7 @@ def test_what_a_checkpoint_says_of_its_plan(tmp_path: Path) -> None:
 def test_a_plan_run_as_a_stream(tmp_path: Path) -> None:
     """Weights of a mode, saved and loaded by a plan on as many and on fewer stages."""
     old = trainer("pipeline 4", weight_mode="pipemare", total_updates=30)
-    assert isinstance(old, AsyncTrainer)
+    assert old.is_asynchronous
     for seed in range(6):
         old.step(batch(seed))
     saved = old.save_checkpoint(tmp_path)

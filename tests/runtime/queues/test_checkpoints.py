@@ -58,7 +58,7 @@ def test_another_goes_on(tmp_path: Path, first: Any, lose: int | None, second: A
     made = first()
     losses = train(made, 0, SAVED - 1)
     if lose is not None:
-        made.lose(lose)
+        made.pipeline.lose(lose)
     losses += train(made, SAVED - 1, SAVED)
     made.save_checkpoint(tmp_path, {"note": 7})
     made.close()
@@ -187,10 +187,10 @@ def test_what_is_lost_in_a_run_is_saved_by_others(tmp_path: Path) -> None:
 
     def loses(info: Any) -> None:
         if info.step == 2:
-            made.lose(1)
+            made.pipeline.lose(1)
 
     found = made.fit(data(), steps=SAVED, checkpoints=tmp_path, callbacks=[loses])
-    assert found.steps == SAVED and made.lost == (1,)
+    assert found.steps == SAVED and made.pipeline.lost == (1,)
     made.close()
     other = queues((1, 2))
     found = other.fit(data(), checkpoints=tmp_path)

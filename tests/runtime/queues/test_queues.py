@@ -20,7 +20,7 @@ def steps(made: Any, lose: dict[int, int] | None = None) -> list[float]:
     losses = []
     for step, rows in enumerate(ROWS):
         if lose and step in lose:
-            made.lose(lose[step])
+            made.pipeline.lose(lose[step])
         loss = made.step(batch(rows, step))
         losses += [] if loss is None else [float(loss)]
     return losses + [float(loss) for loss in made.drain()]
@@ -64,7 +64,7 @@ def test_a_copy_that_ends_is_missed_by_nobody(
     """Between two steps; in the midst of one, see below."""
     made = trainer(plan(counts))
     check(made, steps(made, lose))
-    assert made.lost == tuple(lose.values())
+    assert made.pipeline.lost == tuple(lose.values())
     x, ids, y = batch(10, 9)
     net = model()
     net.load_state_dict(alone()[1])
@@ -81,20 +81,20 @@ def test_a_copy_that_ends_in_the_midst(after: int, copy: int) -> None:
     made = trainer(plan((2, 2)))
     found = [float(made.step(batch(ROWS[0], 0)))]
     turns = 0
-    for worker in made._workers.values():
+    for worker in made.pipeline._workers.values():
 
         def turn(worker: Any = worker, own: Any = worker.turn) -> bool:
             nonlocal turns
             turns += 1
             if turns == after:
-                made.lose(copy)
-            return bool(own()) if worker.copy in made._workers else False
+                made.pipeline.lose(copy)
+            return bool(own()) if worker.copy in made.pipeline._workers else False
 
         worker.turn = turn
     for step, rows in enumerate(ROWS[1:], 1):
         found.append(float(made.step(batch(rows, step))))
     check(made, found)
-    assert made.lost == (copy,)
+    assert made.pipeline.lost == (copy,)
     made.close()
 
 
@@ -105,7 +105,7 @@ def test_staleness_keeps_to_its_bound(weights: str) -> None:
     assert len(losses) == len(ROWS) and made.updates == len(ROWS)
     report = made.report()
     assert 1 <= max(each.staleness for each in report) <= 2
-    assert all(each.sets <= 4 for each in report)
+    assert all(each.copies <= 4 for each in report)
     wanted, _ = alone()
     assert losses[0] == pytest.approx(wanted[0], rel=1e-6)
     made.close()
@@ -116,7 +116,7 @@ def test_stale_gradients_are_those_of_the_weights_that_were_read(counts: tuple[i
     """With stash: computed anew with each stage's weights of the version that its forward read."""
     made = trainer(plan(counts), sgd, staleness=2)
     read: dict[tuple[int, int, int], int] = {}  # (group, minibatch, microbatch): version
-    for worker in made._workers.values():
+    for worker in made.pipeline._workers.values():
 
         def forward(
             number: int, microbatch: int, worker: Any = worker, own: Any = worker._run_forward
@@ -157,8 +157,8 @@ def test_a_step_returns_the_loss_that_all_ranks_know() -> None:
     """Also where this rank has heard of later ones, as it may where others are slow."""
     made = trainer(plan(), staleness=2)
     assert [made.step(batch(12, step)) is None for step in range(3)] == [True, True, False]
-    made._work_until(2)
-    (first, loss), (second, _) = made._losses
+    made.pipeline._work_until(2)
+    (first, loss), (second, _) = made.pipeline.losses
     assert (first, second) == (1, 2) and made.step(batch(12, 3)) is loss
     assert len(made.drain()) == 2
     made.close()
@@ -176,7 +176,7 @@ def test_staleness_outlives_a_copy() -> None:
     losses = steps(made, {2: 1, 4: 2})
     assert len(losses) == len(ROWS) and all(0 < loss < 5 for loss in losses)
     assert max(each.staleness for each in made.report()) <= 1
-    states = [worker._parameters.all for worker in made._workers.values()]
+    states = [worker._parameters.all for worker in made.pipeline._workers.values()]
     assert len(states) == 2
     made.close()
 
@@ -184,7 +184,7 @@ def test_staleness_outlives_a_copy() -> None:
 def test_copies_hold_the_same_bits() -> None:
     made = trainer(plan((3, 1)), staleness=1)
     steps(made)
-    first, *others = (made._workers[copy]._parameters.all for copy in range(3))
+    first, *others = (made.pipeline._workers[copy]._parameters.all for copy in range(3))
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
     made.close()
@@ -271,7 +271,7 @@ def test_what_is_not_there() -> None:
 def test_the_last_copy_of_a_stage_ends_it() -> None:
     made = trainer(plan())
     made.step(batch())
-    made.lose(2)
+    made.pipeline.lose(2)
     with pytest.raises(FxpartError, match="The last replica of stage 2 is lost") as caught:
         made.step(batch())
     assert caught.value.code == "FXP514"

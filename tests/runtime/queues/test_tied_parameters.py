@@ -129,7 +129,7 @@ def check(made: Any, losses: list[float], wanted: Any) -> None:
 
 def same_bits(made: Any) -> None:
     held: dict[str, list[torch.Tensor]] = {}
-    for stage, worker in made._workers.items():
+    for stage, worker in made.pipeline._workers.items():
         for state in made.spec.stages[stage].state:
             if state.requires_grad:
                 own = made._state.entries[state.name].copies[stage, 0]
@@ -163,16 +163,16 @@ def test_a_copy_that_ends_in_the_midst(after: int, copy: int) -> None:
             nonlocal done
             moved = own()
             done += moved
-            if done >= after and copy in made._workers:
-                made.lose(copy)
+            if done >= after and copy in made.pipeline._workers:
+                made.pipeline.lose(copy)
             return moved
 
         return counted
 
-    for stage, worker in made._workers.items():
+    for stage, worker in made.pipeline._workers.items():
         turns[stage] = worker.turn = turn(worker.turn)
     losses += [float(made.step(batch(step))) for step in range(1, STEPS)]
-    assert made.report() and (copy in made._workers) == (done < after)
+    assert made.report() and (copy in made.pipeline._workers) == (done < after)
     check(made, losses, alone())
     made.close()
 
@@ -194,7 +194,7 @@ def test_stale_gradients_are_those_of_the_weights_that_were_read() -> None:
     """With stash: of what is held twice each holder's part with the version that it read."""
     made = trainer((1, 1, 1), sgd, staleness=2)
     read: dict[tuple[int, int, int], int] = {}  # (group, minibatch, microbatch): version
-    for worker in made._workers.values():
+    for worker in made.pipeline._workers.values():
 
         def forward(
             number: int, microbatch: int, worker: Any = worker, own: Any = worker._run_forward

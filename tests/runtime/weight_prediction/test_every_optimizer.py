@@ -14,8 +14,7 @@ from torch import nn
 
 from fxpart.errors import FxpartError
 from fxpart.optim import BasisRotation, Muon
-from fxpart.runtime import InProcess
-from fxpart.runtime.asynchronous import AsyncTrainer
+from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.weight_prediction import SpikeCompensatedSGD
 from fxpart.runtime.weights import StageWeights
 from fxpart.schedule.versions import WeightVersionCounters
@@ -104,7 +103,7 @@ def test_what_cannot_be_stepped_is_refused_once(kind: Any, mode: str) -> None:
     """A closure, or sparse gradients: before the first update, by one error."""
     hand = language((2, 2), tied=False)
     with pytest.raises(FxpartError) as raised:
-        AsyncTrainer(
+        Trainer(
             hand.spec(), dict(enumerate(hand.stages)), ranks=range(2), transport=InProcess(2),
             microbatches=1, optimizer=kind, weights=mode,
         )  # fmt: skip

@@ -1,25 +1,22 @@
-"""Checkpoint state of asynchronous trainers beside parameters and optimizers.
+"""State of prediction and correction rules in checkpoints, beside parameters and optimizers.
 
-Captured while no minibatch is in flight. Per parameter: the state of its stage's prediction or
-correction rule, named by the rule, so that another rule does not load it. For the trainer: updates,
-and the learning-rate scheduler, equal on all stages; for an asynchronous pipeline also the newest
-global gradient norm, and whether the guard made it flush after every minibatch.
+Captured while no minibatch is in flight. Per parameter: the state of its stage's rule, named by the
+rule, so that another rule does not load it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpart.runtime.trainer_kinds import is_scheduled_asynchronous
 from fxpart.runtime.weight_prediction import ErrorFeedback, PipeMareCorrection, Predictor
 from fxpart.runtime.weight_prediction.difference import DifferencePredictor
 from fxpart.runtime.weight_prediction.shadow import ShadowPredictor
 
 if TYPE_CHECKING:
-    from fxpart.runtime.asynchronous.trainer_base import AsyncTrainerBase
+    from fxpart.runtime.pipeline import Pipeline
 
 TensorLoader = Callable[[torch.Tensor, str], torch.Tensor | None]  # (parameter, slot) -> tensor
 ValueLoader = Callable[[torch.Tensor, str], Any]
@@ -39,9 +36,9 @@ def _slot_prefix(rule: object) -> str:
     return _SLOT_PREFIXES.get(type(rule), type(rule).__name__)
 
 
-def iterate_rule_slots(trainer: AsyncTrainerBase) -> Iterator[tuple[torch.Tensor, str, Any]]:
+def iterate_rule_slots(pipeline: Pipeline) -> Iterator[tuple[torch.Tensor, str, Any]]:
     """Yield (parameter, slot, tensor or plain value) for each parameter."""
-    for weights in trainer.weights_of().values():
+    for weights in pipeline.weights.values():
         for rule in weights.rules():
             kind = _slot_prefix(rule)
             if isinstance(rule, PipeMareCorrection):
@@ -65,71 +62,22 @@ def iterate_rule_slots(trainer: AsyncTrainerBase) -> Iterator[tuple[torch.Tensor
 
 
 def restore_rule_slots(
-    trainer: AsyncTrainerBase,
+    pipeline: Pipeline,
     load_tensor: TensorLoader,
     load_value: ValueLoader,
     updates: int,
-    calls: int,
 ) -> None:
-    """Restore the state of every rule, and continue after so many updates and calls.
+    """Restore the state of every rule after so many updates.
 
     load_tensor: returns a new tensor with this rank's part of a slot. load_value: returns a plain
     value. Both return None if the checkpoint has none.
     """
-    for weights in trainer.weights_of().values():
+    for weights in pipeline.weights.values():
         states = [_state(rule, load_tensor, load_value) for rule in weights.rules()]
         weights.load_state_dict({"updates": updates, "rules": states})
         for rule in weights.rules():
             if isinstance(rule, Predictor):
                 rule.coming.forget()
-    trainer.restart(updates, calls)
-
-
-def capture_trainer_state(trainer: AsyncTrainerBase) -> dict[str, Any]:
-    """Return plain data of the trainer, equal on every rank."""
-    scheduler = trainer.update_options.scheduler
-    found: dict[str, Any] = {"stages": len(trainer.spec.stages)}
-    if is_scheduled_asynchronous(trainer):
-        update = next(iter(trainer._stages.updates.values()))
-        found |= {"draining": trainer.always_flush, "known": update.known}
-    if scheduler is not None:
-        found["scheduler"] = scheduler.state_dict()
-    return found
-
-
-def iterate_gradient_norms(trainer: AsyncTrainerBase) -> Iterator[tuple[int, str, float]]:
-    """Yield (rank, key, squared norm of the last gradients) of each stage's first mesh rank."""
-    if not is_scheduled_asynchronous(trainer):
-        return
-    for (stage, mesh_rank), update in trainer._stages.updates.items():
-        if mesh_rank == 0:
-            yield trainer._state.rank(stage, mesh_rank), _square(stage), update.square
-
-
-def restore_gradient_norms(trainer: AsyncTrainerBase, values: Mapping[str, Any]) -> None:
-    """Restore the gradient norms of a checkpoint with as many stages, used until the first
-    update.
-    """
-    if not is_scheduled_asynchronous(trainer):
-        return
-    same = values.get("trainer/stages") == len(trainer.spec.stages)
-    for (stage, _), update in trainer._stages.updates.items():
-        update.square = float(values.get(_square(stage), 0.0)) if same else 0.0
-
-
-def _square(stage: int) -> str:
-    return f"stage/{stage}/square"
-
-
-def restore_trainer_state(trainer: AsyncTrainerBase, given: Mapping[str, Any]) -> None:
-    """Restore plain data of the trainer; missing values stay unchanged."""
-    if is_scheduled_asynchronous(trainer):
-        trainer.always_flush = trainer.async_options.mode.flush or bool(given.get("draining"))
-        for update in trainer._stages.updates.values():
-            update.known = given.get("known")
-    scheduler = trainer.update_options.scheduler
-    if scheduler is not None and given.get("scheduler"):
-        scheduler.load_state_dict(dict(given["scheduler"]))
 
 
 def _state(
