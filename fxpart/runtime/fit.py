@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,16 +13,10 @@ import torch
 
 from fxpart.diagnostics.progress import progress_bar
 from fxpart.errors import error
-from fxpart.plan.throughput import RowFigures
-from fxpart.runtime.callbacks import (
-    Event,
-    Kind,
-    RunProgress,
-    StepInfo,
-)
+from fxpart.runtime.callbacks import Kind
 from fxpart.runtime.fit_calls import NONE, PendingUpdate, UserCalls
 from fxpart.runtime.fit_options import FitOptions, Statistics, iter_once
-from fxpart.runtime.monitor.memory_footprint import read_peak_memory
+from fxpart.runtime.fit_reports import RunReports
 from fxpart.runtime.monitor.nonfinite_guard import (
     MOST_SKIPPED,
     NonFiniteGuard,
@@ -81,14 +74,12 @@ class FitLoop:
         self._updates: dict[int, tuple[PendingUpdate, float]] = {}  # By call, with its weight.
         self._pending: deque[PendingUpdate] = deque()
         self._finite = True  # The newest loss.
-        self._progress = RunProgress(None)
-        self._figures: RowFigures | None = None
-        self._last = time.perf_counter()
+        self._reports = RunReports(trainer, run.callbacks, self.guarded)
 
     def go(self) -> FitResult:
         """Run to the end; report a failure to the callbacks and raise it on every rank."""
         with progress_bar("fxpart fit", self.run.progress, self._planned_updates()) as bar:
-            self._progress = RunProgress(bar)
+            self._reports.show(bar)
             return self._run()
 
     def _run(self) -> FitResult:
@@ -98,7 +89,7 @@ class FitLoop:
             if self._kept is not None:
                 self._kept.begin()
             self._notify("start")
-            self._last = time.perf_counter()
+            self._reports.start_clock()
             self.trainer.pace.listeners.append(self._notify_straggler)
             self.trainer.pipeline.listeners.append(self._notify_fallback)
             self._watch_updates()
@@ -114,7 +105,7 @@ class FitLoop:
         except BaseException as cause:
             if self._kept is not None:
                 self._kept.fail(cause)
-            self._report(cause)
+            self._reports.report_failure(self.step, self.position.epoch, cause)
             raise
         finally:
             self.trainer.pace.forget(self._notify_straggler)
@@ -287,7 +278,7 @@ class FitLoop:
             self._write_ledger(update.done, self.loss)
             position = (update.done.step, update.done.epoch)
             busy = update.busy or [self.trainer.pace.last]
-            self.report_step(self.make_info(position, self.loss, update.lr, update.rows, busy))
+            self._reports.report_update(position, self.loss, update.lr, update.rows, busy)
 
     def _note_finite(self, step: int, loss: float) -> None:
         """Report a loss that is not finite after one that is."""
@@ -305,34 +296,7 @@ class FitLoop:
             found = trainer.activation_statistics(batch, local=self.run.local)
             values |= name_statistics("activation", found)
         self._notify("statistics", values=values)
-        self._last = time.perf_counter()
-
-    def make_info(
-        self,
-        position: tuple[int, int],
-        loss: float,
-        lr: tuple[float, ...],
-        rows: int,
-        busy: Sequence[tuple[int, ...]],
-    ) -> StepInfo:
-        """Return what callbacks get of an update, and start the time of the next one.
-
-        position: step and epoch. busy: nanoseconds of computation by rank, of each batch.
-        """
-        trainer, norm, now = self.trainer, self.trainer.last_grad_norm, time.perf_counter()
-        seconds, self._last = now - self._last, now
-        if self._figures is None:
-            given = trainer.row_figures if self.run.callbacks else None
-            self._figures = RowFigures() if given is None else given()
-        tokens, ideal = self._figures.tokens, self._figures.mfu_seconds
-        known = bool(busy) and all(busy)
-        return StepInfo(
-            *position, loss, lr, None if norm is None else float(norm), rows, seconds, trainer.rank,
-            busy=tuple(sum(each) / 1e9 for each in zip(*busy, strict=True)) if known else (),
-            peak_memory=read_peak_memory(trainer.local_device),
-            tokens=None if tokens is None else round(tokens * rows),
-            mfu=None if ideal is None or not seconds else ideal * rows / seconds,
-        )  # fmt: skip
+        self._reports.start_clock()
 
     def _handle_rejection(self, group: list[Any]) -> bool:
         """Skip a rejected update (True), go back to a checkpoint (False), or stop: FXP523."""
@@ -352,14 +316,6 @@ class FitLoop:
             self._kept.save(wait=True)
         raise failure
 
-    def report_step(self, info: StepInfo) -> None:
-        """Log an update, and pass it to the callbacks."""
-        self._progress.on_step(info)
-        for callback in self.run.callbacks:
-            tell: Callable[[StepInfo], object] = getattr(callback, "on_step", callback)  # type: ignore[arg-type]
-            what = f"callback {_name(callback)}.on_step after step {info.step}"
-            self.guarded(what, partial(tell, info))
-
     def _write_ledger(self, done: CompletedUpdate, loss: float) -> None:
         """Write a line of the ledger."""
         if self._kept is not None:
@@ -378,7 +334,7 @@ class FitLoop:
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step(next(iter(self.values.values())))
         self._notify("evaluation", values=self.values)
-        self._last = time.perf_counter()
+        self._reports.start_clock()
         return run.early_stopping is not None and run.early_stopping.stop(self.values)
 
     def _make_scheduler(self, given: Any) -> Any:
@@ -412,38 +368,14 @@ class FitLoop:
         groups = [] if self.trainer.optimizer is None else self.trainer.optimizer.param_groups
         return tuple(float(group["lr"]) for group in groups if "lr" in group)
 
+    def _notify(self, kind: Kind, **more: Any) -> None:
+        self._reports.notify(kind, self.step, self.position.epoch, **more)
+
     def _notify_fallback(self, why: str) -> None:
         self._notify("fallback", why=why)
 
     def _notify_straggler(self, found: Straggler) -> None:
         self._notify("slow", why=str(found))
 
-    def _notify(self, kind: Kind, **more: Any) -> None:
-        event = Event(kind, self.step, self.position.epoch, self.trainer.rank, **more)
-        self._progress.on_event(event)
-        for callback in self.run.callbacks:
-            tell = getattr(callback, "on_event", None)
-            if tell is not None:
-                what = f"callback {_name(callback)}.on_event({kind})"
-                self.guarded(what, partial(tell, event))
-
-    def _report(self, cause: BaseException) -> None:
-        """Report a failure to the callbacks; attach their exceptions as notes."""
-        event = Event("failure", self.step, self.position.epoch, self.trainer.rank, error=cause)
-        self._progress.on_event(event)
-        for callback in self.run.callbacks:
-            try:
-                getattr(callback, "on_event", _ignore)(event)
-            except Exception as other:
-                cause.add_note(f"callback {_name(callback)}.on_event(failure) raised {other!r}")
-
 
 _END = object()
-
-
-def _ignore(event: Event) -> None:
-    """Ignore the event, for a callback that only handles steps."""
-
-
-def _name(callback: object) -> str:
-    return getattr(callback, "__name__", type(callback).__name__)

@@ -78,7 +78,7 @@ class Trainer(Inference):
     def step(
         self, batch: Any, accumulate: bool = False, *, local: bool = False
     ) -> torch.Tensor | None:
-        """Run one training step on the global batch; return the newest known loss (0-d).
+        """Run one training step; return the newest known loss (0-d).
 
         The loss is equal on every rank, and that of this batch; without flushes it is that of the
         batch :attr:`lag` calls before, None before the first one, and :meth:`drain` returns the
@@ -94,11 +94,11 @@ class Trainer(Inference):
         return self.pipeline.step(batch, accumulate=accumulate, local=local)
 
     def submit(self, batch: Any, *, accumulate: bool = False, local: bool = False) -> int:
-        """Run a step as :meth:`step`; return its number. :meth:`pop_losses` returns its loss."""
+        """Run a step; return its number. :meth:`pop_losses` returns its loss."""
         return self.pipeline.submit(batch, accumulate=accumulate, local=local)
 
     def pop_losses(self) -> list[tuple[int, torch.Tensor]]:
-        """Return the known losses of :meth:`submit` that were not returned, with their calls."""
+        """Return new known losses of :meth:`submit`, with their calls."""
         found = list(self.pipeline.losses)
         self.pipeline.losses.clear()
         return found
@@ -109,7 +109,7 @@ class Trainer(Inference):
         return self.pop_losses()
 
     def drain(self) -> list[torch.Tensor]:
-        """Flush the pipeline; return the losses that no call has returned, in order."""
+        """Flush the pipeline; return the losses that no call has returned."""
         return [loss for _, loss in self.finish()]
 
     def backward(
@@ -147,12 +147,12 @@ class Trainer(Inference):
 
     @property
     def updates(self) -> int:
-        """Number of updates that are certain, including those before a loaded checkpoint."""
+        """Certain updates so far, including those before a loaded checkpoint."""
         return self.pipeline.updates
 
     @property
     def lag(self) -> int:
-        """Number of calls after which the loss of a minibatch is known."""
+        """Calls after which the loss of a minibatch is known."""
         return self.pipeline.lag
 
     @property
@@ -162,7 +162,7 @@ class Trainer(Inference):
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """Most updates between a forward and its backward, per stage, with a full pipeline."""
+        """Most updates between a forward and its backward, per stage."""
         return self.pipeline.staleness
 
     @property
@@ -171,7 +171,7 @@ class Trainer(Inference):
         return self.pipeline.weight_mode
 
     def report(self) -> tuple[StageReport, ...]:
-        """Report staleness, weight versions and prediction errors of stages that update alone.
+        """Report each stage's staleness, weight versions and prediction errors.
 
         With queues: microbatches and staleness of every living replica. Flushes the pipeline; every
         rank must call it.
@@ -283,6 +283,6 @@ class Trainer(Inference):
         return self.pipeline.record(baseline)
 
     def close(self) -> None:
-        """Flush the pipeline unless training has failed, then close the trainer."""
+        """Flush the pipeline unless training has failed, and release resources."""
         self.pipeline.close()
         super().close()

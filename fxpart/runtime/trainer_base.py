@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -16,9 +15,6 @@ from fxpart.errors import FxpartError, error
 from fxpart.plan.throughput import RowFigures
 from fxpart.program.spec import ProgramSpec
 from fxpart.rng import RepeatedKey, microbatch_key
-from fxpart.runtime.asynchronous.optimizer_facade import StageOptimizerFacade
-from fxpart.runtime.asynchronous.program_check import check_async_program
-from fxpart.runtime.asynchronous.stage_optimizers import make_stage_optimizers
 from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.batch.batch_requirements import BatchRequirements
@@ -26,9 +22,7 @@ from fxpart.runtime.batch.loss_divisors import LossDivisors
 from fxpart.runtime.batch.mesh_rank_batch import GlobalBatchReader
 from fxpart.runtime.batch.outputs import Outputs
 from fxpart.runtime.batch.repetition_check import check_repetition
-from fxpart.runtime.embedding_tables import check_optimizer_support
 from fxpart.runtime.engine import PipelineEngine, resolve_schedule
-from fxpart.runtime.entry_point import EntryPoints
 from fxpart.runtime.executor.cuda_graphs import graph_stages
 from fxpart.runtime.executor.instruction import BackwardHooks
 from fxpart.runtime.executor.local_executors import LocalExecutors
@@ -38,7 +32,6 @@ from fxpart.runtime.executor.torch_compile import (
     compile_stages,
     get_compile_backend,
 )
-from fxpart.runtime.gradients.reducer import GradientAccumulation
 from fxpart.runtime.host.cpu_affinity import CpuAffinity, pin_rank
 from fxpart.runtime.mesh.communicators import MeshCommunicators, find_reduction_axes
 from fxpart.runtime.mesh.mesh_ranks import (
@@ -50,29 +43,14 @@ from fxpart.runtime.mesh.mesh_ranks import (
     get_stage_mesh,
 )
 from fxpart.runtime.monitor.straggler_detector import StragglerDetector
-from fxpart.runtime.optimizer.division_check import (
-    check_division,
-    check_step_hooks,
-    get_optimizer_division,
-    split_optimizer,
-)
-from fxpart.runtime.optimizer.facade import OptimizerFacade
-from fxpart.runtime.optimizer.factory import (
-    describe_groups,
-    make_optimizer,
-    make_parameter_groups,
-    use_fused_kernels,
-)
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
-from fxpart.runtime.optimizer.parameter_groups import Groups, ParameterGroup, make_local_groups
-from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
+from fxpart.runtime.optimizer.parameter_groups import Groups
+from fxpart.runtime.optimizer_owner import OptimizerOwner
 from fxpart.runtime.pipeline import Pipeline
-from fxpart.runtime.queues.options import check_queue_program
 from fxpart.runtime.state.dtensor_state import DTensorState
-from fxpart.runtime.state.model_state import ModelState, Place
-from fxpart.runtime.state.module_watch import ModuleWatch
+from fxpart.runtime.state.model_state import ModelState
 from fxpart.runtime.torch_modes import TorchModes, describe_process_modes
-from fxpart.runtime.trainer_options import Kind, TrainerOptions
+from fxpart.runtime.trainer_options import TrainerOptions, check_program
 from fxpart.runtime.transport.agreement import agree
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.transport.rank_request import RankRequest
@@ -83,28 +61,17 @@ Prediction = Callable[[bool], tuple[Sequence[MeshRank], Outputs]]
 Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence[MeshRank]]
 
 
-class TrainerBase(EntryPoints):
-    """The parts of a trainer, shared by its classes.
+class TrainerBase(OptimizerOwner):
+    """The parts of a trainer.
 
-    options: the given options. optimizer: represents this process's optimizers for schedulers and
-    users (:class:`~fxpart.runtime.optimizer.facade.OptimizerFacade`). optimizers: those that update
-    the weights, by the first stage and mesh rank of each. watch: of the user's module, if there is
-    one. frozen: parameters that were frozen in it since the trainer was created. events: recent
-    activities of this process, in memory until a file is assigned. pace: computation times of all
-    ranks, to detect slow ones. ambient: torch modes under which the program was compiled. request:
-    requests of all processes. shared_rows: whether sparse gradients of embedding tables that
-    several stages share stay sparse. is_asynchronous: stages do not wait for
-    each other between steps. repeats: repeated training is bitwise identical, if the device's
-    operations are. guard: called before each batch is read; raises if a constant of the program has
-    changed. divisors: buffers whose sums divide losses. row_figures: returns what a row of a batch
-    costs by the plan. activation_stages: returns the mesh ranks and outputs of
-    ``activation_statistics``.
+    options: the given options. events: recent activities of this process, in memory until a file is
+    assigned. pace: computation times of all ranks, to detect slow ones. ambient: torch modes under
+    which the program was compiled. request: requests of all processes. pipeline: runs the
+    minibatches. row_figures: returns what a row of a batch costs by the plan. activation_stages:
+    returns the mesh ranks and outputs of ``activation_statistics``.
     """
 
-    watch: ModuleWatch | None = None
-    frozen: frozenset[str] = frozenset()
     pipeline: Pipeline
-    guard: Callable[[], int] | None = None
     row_figures: Callable[[], RowFigures] | None = None
     activation_stages: Callable[[], tuple[Sequence[MeshRank], Outputs]] | None = None
 
@@ -160,10 +127,7 @@ class TrainerBase(EntryPoints):
         schedule, microbatches = self.options.schedule, max(self.microbatches, 1)
         firsts = get_pipeline_ranks(self._ranks, 0)
         placed = resolve_schedule(schedule, spec, firsts, microbatches, transport.ranks)
-        if self.kind == "queue":
-            check_queue_program(spec, self._ranks)
-        elif self.is_asynchronous:
-            check_async_program(spec, self._ranks, self.options)
+        check_program(spec, self._ranks, self.options)
         self._meshes = self._connect_meshes()
         own = [mesh_rank.index for mesh_rank in self._mesh_ranks]
         self._local = LocalExecutors(own, transport, self._meshes)
@@ -173,33 +137,18 @@ class TrainerBase(EntryPoints):
         self._pinned = pin_rank(self.options.pin, transport)
         self._state = ModelState(self._mesh_ranks, self._ranks, transport, self._devices)
         self._sharded_state = DTensorState(self._state, self._meshes)
-        self._shards = OptimizerShards(self._state, self._meshes, shared_rows=self.shares_rows)
+        self._shards = OptimizerShards(self._state, self._meshes, shared_rows=self._shares_rows)
         self.divisors = LossDivisors(spec, self._state, self._unused)
         self._feed = GlobalBatchReader(self._mesh_ranks, self.divisors.values)
         self._source = BatchSource(self._feed, self.microbatches)
         self._engine = self._make_engine(self._mesh_ranks, schedule, hooks=self._shards.hooks)
         self._eval: tuple[BatchSource, PipelineEngine] | None = None
         self._predictors: dict[bool | str, tuple[BatchSource, PipelineEngine, Outputs]] = {}
-        self._accumulation = GradientAccumulation()  # Batches since the last update.
-        self._copied = 0  # How often constants were copied from the module.
         self._stale = False  # Gradients are those of the last update, reduced.
-        self._groups: tuple[ParameterGroup, ...] = ()
-        self.optimizers: Mapping[Place, torch.optim.Optimizer] = {}
-        self._user_optimizer: UserOptimizer | None = None
-        self.optimizer = self._prepare_optimizers(optimizer, groups)
+        self._prepare_optimizers(optimizer, groups)
 
     @property
-    def kind(self) -> Kind:
-        """How the minibatches run."""
-        return self.options.kind
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether stages update on their own, without flushes or from queues."""
-        return self.kind != "synchronous"
-
-    @property
-    def shares_rows(self) -> bool:
+    def _shares_rows(self) -> bool:
         """Whether sparse gradients of embedding tables that several stages share stay sparse.
 
         Not without flushes: they are sent with every microbatch, before the number of their rows is
@@ -327,176 +276,13 @@ class TrainerBase(EntryPoints):
             {mesh_rank.index: partial(do, mesh_rank) for mesh_rank in self._mesh_ranks}
         )
 
-    def _make_optimizer(self, given: Any, groups: Groups | None) -> None:
-        """Create the optimizers of this process, with the same groups on every rank.
-
-        Stages that update on their own have one each; otherwise one has all parameters.
-        """
-
-        def make() -> tuple[Mapping[Place, torch.optim.Optimizer], str]:
-            self._groups = make_parameter_groups(given, groups, self._state.trainable())
-            made: Mapping[Place, torch.optim.Optimizer]
-            if self.is_asynchronous:
-                owned = self.kind == "asynchronous"
-                made = make_stage_optimizers(
-                    given, self._state, self._groups, self._shards, owned=owned
-                )
-            else:
-                mine = self._state.parameters()
-                own_groups = make_local_groups(self._groups, mine)
-                names = [name for name, _ in mine]
-                made = {(0, 0): make_optimizer(given, [p for _, p in mine], own_groups, names)}
-                check_optimizer_support(made[0, 0], self._state, self._shards.rows)
-            text = " ".join(",".join(group.names) for group in self._groups)
-            return made, f"{describe_groups(next(iter(made.values())))} {text}"
-
-        self.optimizers = agree(self._transport, "the optimizer's parameter groups", make)
-        if not self.is_asynchronous and not isinstance(given, UserOptimizer):
-            use_fused_kernels(self.optimizers[0, 0])  # Weight prediction reads step counts.
-
-    def _prepare_optimizers(self, given: Any, groups: Groups | None) -> OptimizerFacade | None:
-        """Create the optimizers, check that they can be divided, and copy the user's state."""
-        if given is None:
-            return None
-        self._make_optimizer(given, groups)
-        state, alone = self._state, len(self._transport.local) == self._transport.ranks
-        division = get_optimizer_division(state, self._shards, by_stage=self.is_asynchronous)
-        names = {id(p): name for name, p in state.parameters()}
-        user = self._user_optimizer = given if isinstance(given, UserOptimizer) else None
-
-        def check() -> tuple[bool, str]:
-            each = self.optimizers.values()
-            for one in () if self.is_asynchronous else each:
-                check_step_hooks(one, division)
-            apart = [check_division(one, division, names) for one in each]
-            return all(apart), "" if user is None or alone else user.describe()
-
-        apart = agree(self._transport, "the optimizer", check)
-        if not apart and division.copies and not self.is_asynchronous:
-            (made,) = self.optimizers.values()
-            self.optimizers = self._split_by_rank(made)
-        if not self.is_asynchronous:
-            for each in self.optimizers.values():
-                self._shards.install(each)
-        if user is not None:
-            user.fill(state, self._shards, self.optimizers.values())
-        return self._make_facade(user)
-
-    def _make_facade(self, user: UserOptimizer | None) -> OptimizerFacade:
-        """Create the facade of the optimizers; user: the user's instance."""
-        optimizers = list(self.optimizers.values())
-        if not self.is_asynchronous:
-            return OptimizerFacade(
-                self, optimizers, self._list_group_parameters(), user,
-                withheld=self._withheld(), final=self._transport.ranks == 1,
-            )  # fmt: skip
-        members = [
-            [p for each in optimizers for p in each.param_groups[index]["params"]]
-            for index in range(len(optimizers[0].param_groups))
-        ]
-        return StageOptimizerFacade(
-            self, optimizers, members, user, withheld=self._withheld(), final=True
-        )
-
-    def _split_by_rank(self, made: torch.optim.Optimizer) -> dict[Place, torch.optim.Optimizer]:
-        """Create one optimizer for each rank of this process, as under torchrun."""
-        sets: dict[int, list[torch.Tensor]] = {}
-        places: dict[int, Place] = {}
-        for entry in self._state.entries.values():
-            for (stage, mesh_rank), tensor in entry.copies.items() if entry.trainable else ():
-                rank = self._state.rank(stage, mesh_rank)
-                places.setdefault(rank, (stage, mesh_rank))
-                sets.setdefault(rank, []).append(tensor)
-        return dict(
-            zip((places[r] for r in sets), split_optimizer(made, list(sets.values())), strict=True)
-        )
-
-    def _list_group_parameters(self) -> list[list[torch.Tensor]]:
-        """Return by group the parameters of this process, each name once, in the model's order."""
-        groups = [
-            {id(p) for each in self.optimizers.values() for p in each.param_groups[index]["params"]}
-            for index in range(len(next(iter(self.optimizers.values())).param_groups))
-        ]
-        found: list[list[torch.Tensor]] = [[] for _ in groups]
-        for entry in self._state.entries.values():
-            first = entry.first() if entry.trainable else None
-            for ids, mine in zip(groups, found, strict=True):
-                if first is not None and id(self._shards.of(first)) in ids:
-                    mine.append(first)
-        return found
-
-    def _withheld(self) -> str:
-        """Return why users may not read the optimizer's parameters, "" if they may."""
-        cut = [n for n, e in self._state.entries.items() if e.trainable and e.pieces.is_cut]
-        if not cut:
-            return ""
-        shown = ", ".join(cut[:3]) + (f" and {len(cut) - 3} more" if len(cut) > 3 else "")
-        return f"a rank has only a part of {shown}, which users would not expect"
-
-    @abstractmethod
-    def step_by_hand(self) -> None:
-        """Update for ``optimizer.step()``; FXP115 if that is impossible."""
-
-    @abstractmethod
-    def zero_grad(self) -> None:
-        """Clear all gradients."""
-
-    @abstractmethod
-    def touch(self) -> None:
-        """Note that parameters are accessed through the optimizer."""
-
-    def replace_ranks(self, ranks: Ranks, lost: Collection[int]) -> None:
+    def _replace_ranks(self, ranks: Ranks, lost: Collection[int]) -> None:
         """Use these ranks from now on. lost: stages whose process has ended."""
         self._ranks = ranks
         self._state = ModelState(self._mesh_ranks, ranks, self._transport, self._devices)
         self._sharded_state = DTensorState(self._state, None)
         self.optimizers = {k: each for k, each in self.optimizers.items() if k[0] not in lost}
         self._eval, self._predictors = None, {}
-
-    def _apply_user_changes(self) -> str:
-        """Apply the user's changes; return them as text for comparison between ranks.
-
-        They are options of groups, weights of this process's parameters, and ``requires_grad`` of
-        the module. Raises FXP109 and FXP113 as
-        :meth:`~fxpart.runtime.state.module_watch.ModuleWatch.frozen`, and for constants that divide
-        the loss.
-        """
-        count = 0 if self.guard is None else self.guard()
-        if count != self._copied:
-            self.divisors.renew_here()
-            self._copied = count
-        text = f" constants copied {count} times" if count else ""
-        if self.watch is not None:
-            frozen = self.watch.frozen()
-            if frozen != self.frozen:
-                self._freeze(frozen)
-            text += f" frozen {sorted(frozen)}" if frozen else ""
-        facade = self.optimizer
-        if facade is None or self.is_asynchronous:
-            return text
-        if facade.touched:
-            with torch.no_grad():
-                for entry in self._state.entries.values():
-                    if entry.trainable and len(entry.copies) > 1:
-                        for copy in entry.copies.values():
-                            if (first := entry.first()) is not None and copy is not first:
-                                copy.copy_(first)
-        facade.apply()
-        text += facade.changed
-        return text
-
-    def _freeze(self, frozen: frozenset[str]) -> None:
-        """Freeze parameters as in the user's module, or train them again."""
-        if self.is_asynchronous or self._accumulation.batches:
-            raise error(
-                "FXP109",
-                where=f"parameter {min(frozen ^ self.frozen)}",
-                why="its requires_grad was changed while minibatches were in flight"
-                if self.is_asynchronous
-                else "its requires_grad was changed between a backward and its update",
-                fix="change it after an update of a synchronous trainer, or compile again",
-            )
-        self.frozen = frozen
 
     def _make_engine(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -11,7 +11,10 @@ import torch
 
 from fxpart.accelerator import is_accelerator
 from fxpart.errors import FxpartError, Problem, error
+from fxpart.program.replica_groups import explain_unsupported_ties
+from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.executor.recompute import Mode
+from fxpart.runtime.mesh.mesh_ranks import Ranks
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.text import to_text
@@ -23,6 +26,7 @@ from fxpart.schedule.weight_modes import (
     weight_mode,
 )
 
+Reason = tuple[str, str]  # What is not supported, and what to do.
 Kind = Literal["synchronous", "asynchronous", "queue"]
 Clip = Literal["stage", "delayed"]
 CLIPS: tuple[Clip, ...] = ("stage", "delayed")
@@ -211,14 +215,15 @@ class TrainerOptions:
         """Raise FXP109 for options that this kind of trainer does not have."""
         defaults = {field.name: field.default for field in fields(self)}
         problems = [
-            Problem("FXP109", self._describe_kind(), f"it does not support {limit.what}", limit.fix)
+            Problem("FXP109", self.describe_kind(), f"it does not support {limit.what}", limit.fix)
             for name, limit in _LIMITS.items()
             if self.kind not in limit.kinds and getattr(self, name) != defaults[name]
         ]
         if problems:
             raise FxpartError(problems)
 
-    def _describe_kind(self) -> str:
+    def describe_kind(self) -> str:
+        """Return the kind of the trainer for messages."""
         if self.kind == "queue":
             return "routing=queue"
         return "a synchronous trainer" if self.weights is None else f"weights={self.mode.name}"
@@ -262,3 +267,39 @@ def _make_error(where: str, why: str, fix: str) -> Exception:
 def is_count(value: object) -> bool:
     """Return whether a value is an integer of at least 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def check_program(spec: ProgramSpec, ranks: Ranks, options: TrainerOptions) -> None:
+    """Raise FXP109 for programs that this kind of trainer does not support."""
+    found: list[Reason] = []
+    if options.kind != "synchronous":
+        first_ranks = [row[0] for row in ranks]
+        if len(set(first_ranks)) < len(first_ranks):
+            found.append(("several stages per rank", "use one stage per rank"))
+    if options.kind == "queue":
+        found += _find_queue_reasons(spec)
+    elif options.kind == "asynchronous":
+        found += _find_unflushed_reasons(spec, options)
+    if found:
+        where = options.describe_kind()
+        raise FxpartError(
+            Problem("FXP109", where, f"it does not support {why}", fix) for why, fix in found
+        )
+
+
+def _find_unflushed_reasons(spec: ProgramSpec, options: TrainerOptions) -> Iterator[Reason]:
+    sharding = spec.sharding
+    if spec.replicas:
+        yield "replicated stages with round-robin routing", 'use mesh="dp=2"'
+    if sharding is not None and sharding.zero:
+        yield "a sharded optimizer (ZeRO)", "use zero=0"
+    cut = sharding is not None and any("S(" in s.placements for s in sharding.state.values())
+    if cut and (options.clip_norm is not None or options.log_grad_norm):
+        yield "gradient norms of sharded parameters", "use clip_value="
+
+
+def _find_queue_reasons(spec: ProgramSpec) -> Iterator[Reason]:
+    if spec.sharding is not None:
+        yield "stages on several ranks", 'use constraints={"mesh": "none"}'
+    for why in explain_unsupported_ties(spec):
+        yield why, 'use routing="turns"'

@@ -27,6 +27,8 @@ CLASSES: tuple[tuple[str, Any], ...] = (
     ("fxpart.Plan", fxpart.Plan),
     ("fxpart.Cluster", fxpart.Cluster),
 )
+# Members of a trainer that only other parts of fxpart call.
+INTERNAL = {"is_collective", "kind", "repeats", "settle", "step_by_hand", "touch"}
 STATUS = {
     1: "a difference was found",
     2: "invalid input",
@@ -96,7 +98,7 @@ def members(cls: type) -> str:
     rows = ["| member | description |", "| --- | --- |"]
     for name in dir(cls):
         member = inspect.getattr_static(cls, name)
-        if name.startswith("_") or not inspect.getdoc(getattr(cls, name)):
+        if name.startswith("_") or name in INTERNAL or not inspect.getdoc(getattr(cls, name)):
             continue
         if isinstance(member, property):
             shown = name

@@ -13,8 +13,8 @@ import torch
 from fxpart.diagnostics.rank_event import ALL, STEP
 from fxpart.errors import FxpartError
 from fxpart.runtime.asynchronous.call_status import CallStatusQueue, convert_bits_to_float
-from fxpart.runtime.asynchronous.stage_factory import build_stages
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
+from fxpart.runtime.asynchronous.stage_group import build_stages
 from fxpart.runtime.asynchronous.stage_optimizers import record_options
 from fxpart.runtime.asynchronous.stage_report import StageReport, gather_stage_reports
 from fxpart.runtime.asynchronous.status_builder import (

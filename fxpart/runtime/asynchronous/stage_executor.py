@@ -6,14 +6,11 @@ The messages of a failed stage say so, and the stages that receive them stop upd
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from fxpart.diagnostics.flight_recorder import FlightRecorder, Mark
 from fxpart.diagnostics.flight_recorder_format import set_event_microbatch
-from fxpart.diagnostics.rank_event import Phase
 from fxpart.errors import FxpartError, error
 from fxpart.program.edges import ValueEdge
 from fxpart.runtime.asynchronous.message_channel import (
@@ -22,30 +19,26 @@ from fxpart.runtime.asynchronous.message_channel import (
     SendChannel,
     StageMessageHeader,
 )
-from fxpart.runtime.asynchronous.stage_channels import AsyncStagePlacement, StageChannels
+from fxpart.runtime.asynchronous.stage_channels import (
+    AsyncStagePlacement,
+    StageChannels,
+    StageEventMarks,
+)
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph, StageMessageSpec
 from fxpart.runtime.asynchronous.stage_updater import StageUpdater
 from fxpart.runtime.asynchronous.tied_parameters import StageTiedParameters
-from fxpart.runtime.batch.symbolic_shapes import Sizes, make_shape_function
+from fxpart.runtime.batch.symbolic_shapes import make_shape_function
 from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.executor import Executor
-from fxpart.runtime.executor.instruction import Instruction
+from fxpart.runtime.executor.instruction import Instruction, StepInput
 from fxpart.runtime.executor.stage_microbatch import BackwardRoots, StageMicrobatch
 from fxpart.runtime.executor.stage_signature import StageSignature
+from fxpart.runtime.executor.value_sender import make_shape_error
 from fxpart.runtime.gradients.tied_parameters import TiedParameterRoutes
 from fxpart.runtime.weights import StageWeights
 from fxpart.schedule.action import Action, ActionKind
 from fxpart.schedule.builders.asynchronous import list_flush_actions, list_minibatch_actions
 from fxpart.schedule.versions import WeightVersionCounters
-
-
-@dataclass(frozen=True)
-class AsyncMinibatch:
-    """One minibatch on one rank; see :class:`fxpart.runtime.executor.instruction.StepInput`."""
-
-    inputs: Sequence[dict[str, torch.Tensor]]
-    weights: Sequence[float]
-    keys: Sequence[int]
 
 
 class AsyncStageExecutor(Executor):
@@ -111,16 +104,13 @@ class AsyncStageExecutor(Executor):
 
     # -- a call ---------------------------------------------------------------------------------
 
-    def minibatch(
-        self, batch: AsyncMinibatch, sizes: Sequence[Sizes], *, closing: bool
-    ) -> Iterator[None]:
+    def minibatch(self, batch: StepInput, *, closing: bool) -> Iterator[None]:
         """Run all actions from the minibatch's first forward to just before the next minibatch.
 
-        sizes: symbolic sizes of its microbatches. closing: a flush follows. Yields while a message
-        has not arrived.
+        closing: a flush follows. Yields while a message has not arrived.
         """
         mine = range(self.forwards, self.forwards + len(batch.keys))
-        self._channels.expect(sizes, mine.stop if closing else None)
+        self._channels.expect(batch.sizes, mine.stop if closing else None)
         self._last_microbatches.append(mine.stop - 1)
         actions = list_minibatch_actions(self.stage, self._ahead, mine)
         return self.execute(self._list_instructions(actions, batch, mine.start))
@@ -133,7 +123,7 @@ class AsyncStageExecutor(Executor):
         yield from self.execute(self._list_last_messages())
 
     def _list_instructions(
-        self, actions: Iterable[Action], batch: AsyncMinibatch | None, first: int
+        self, actions: Iterable[Action], batch: StepInput | None, first: int
     ) -> Iterator[Instruction]:
         """Yield computations, each followed by its sends; after a minibatch, its update.
 
@@ -164,7 +154,7 @@ class AsyncStageExecutor(Executor):
     # -- forward --------------------------------------------------------------------------------
 
     def _prepare_forward(
-        self, action: Action, batch: AsyncMinibatch, index: int
+        self, action: Action, batch: StepInput, index: int
     ) -> Iterator[Instruction]:
         """Yield a forward and its sends. index: of the microbatch in the batch."""
         microbatch = action.microbatch
@@ -208,7 +198,7 @@ class AsyncStageExecutor(Executor):
             )  # fmt: skip
 
     def _compute_forward(
-        self, state: StageMicrobatch, microbatch: int, batch: AsyncMinibatch, index: int
+        self, state: StageMicrobatch, microbatch: int, batch: StepInput, index: int
     ) -> dict[int, list[torch.Tensor]]:
         """Run the forward; return by stage the tied weights to send with its values."""
         table, found = self._table, dict[int, list[torch.Tensor]]()
@@ -390,40 +380,7 @@ class AsyncStageExecutor(Executor):
         for link in links:
             value = state.value(link, forward=forward)
             wanted = self._shapes[id(link)](sizes)
-            dtype = torch_dtype(link.dtype)
-            if value.shape != wanted or value.dtype != dtype:
-                raise error(
-                    "FXP900",
-                    where=f"value {link.name} from stage {link.source} to stage {link.target}",
-                    why=f"it is {value.dtype} {tuple(value.shape)}; the program was compiled for "
-                    f"{dtype} {wanted}",
-                    fix="",
-                )
+            if value.shape != wanted or value.dtype != torch_dtype(link.dtype):
+                raise make_shape_error(link, value, wanted)
             found.append(value.detach().to(torch_dtype(link.sent)).contiguous())
         return found
-
-
-class StageEventMarks:
-    """Flight recorder marks of one stage.
-
-    :func:`~fxpart.diagnostics.flight_recorder_format.set_event_microbatch` adds the microbatch.
-    forward, backward: by the stage that is waited for. sends, returns: by the stage that receives.
-    """
-
-    def __init__(self, events: FlightRecorder, stage: int, ranks: Sequence[int]) -> None:
-        """Build the marks. ranks: of all stages of this mesh rank."""
-
-        def mark(action: str, peer: int) -> Mark:
-            phase: Phase = "wait" if action in ("F", "B") else "send"
-            return events.mark(
-                f"{stage}{action}#", phase, stage=stage, microbatch=0, peer=ranks[peer]
-            )
-
-        stages = range(len(ranks))
-        self.forward = [mark("F", peer) for peer in stages]
-        self.backward = [mark("B", peer) for peer in stages]
-        self.sends = [mark("SEND_F", peer) for peer in stages]
-        self.returns = [mark("SEND_B", peer) for peer in stages]
-        self.forward_begins = events.mark(f"{stage}F#", stage=stage, microbatch=0)
-        self.backward_begins = events.mark(f"{stage}B#", stage=stage, microbatch=0)
-        self.updates = events.mark("the update after microbatch #", stage=stage, microbatch=0)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.errors import FxpartError
 from fxpart.runtime.asynchronous.stage_channels import AsyncStagePlacement, describe_transfers
-from fxpart.runtime.asynchronous.stage_executor import AsyncMinibatch, AsyncStageExecutor
+from fxpart.runtime.asynchronous.stage_executor import AsyncStageExecutor
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
-from fxpart.runtime.asynchronous.stage_updater import StageUpdater
+from fxpart.runtime.asynchronous.stage_optimizers import collect_stage_parameters
+from fxpart.runtime.asynchronous.stage_updater import StageClipOptions, StageUpdater
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.engine import find_used_inputs
+from fxpart.runtime.executor.instruction import StepInput
 from fxpart.runtime.executor.local_executors import LocalExecutors
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.runtime.executor.stage_signature import StageSignature
@@ -29,6 +33,9 @@ from fxpart.runtime.transport.interface import (
 from fxpart.runtime.weights import StageWeights
 from fxpart.schedule.asynchronous_channels import find_asynchronous_problems
 from fxpart.schedule.versions import WeightVersionCounters
+
+if TYPE_CHECKING:
+    from fxpart.runtime.trainer import Trainer
 
 Work = Callable[[AsyncStageExecutor], Iterator[None]]
 
@@ -113,9 +120,7 @@ class AsyncStageGroup:
 
         def work(executor: AsyncStageExecutor) -> Iterator[None]:
             cut = parts[executor.placement.mesh_rank]
-            yield from executor.minibatch(
-                self._batch(executor, cut, keys), cut.sizes, closing=closing
-            )
+            yield from executor.minibatch(self._batch(executor, cut, keys), closing=closing)
             if closing:
                 yield from executor.flush()
 
@@ -142,10 +147,10 @@ class AsyncStageGroup:
 
     def _batch(
         self, executor: AsyncStageExecutor, cut: MicrobatchSplit, keys: Sequence[int]
-    ) -> AsyncMinibatch:
+    ) -> StepInput:
         rank = executor.placement.rank
         inputs = cut.taken(self._used[rank], self._devices[rank])
-        return AsyncMinibatch(inputs, cut.weights, keys)
+        return StepInput(inputs, cut.sizes, cut.weights, keys)
 
     def _run(self, work: Work) -> None:
         self._local.check_whole()
@@ -154,3 +159,42 @@ class AsyncStageGroup:
             mine[mesh_rank].append(executor)
         with self._local.watch(mine, "asynchronous training"):
             self._local.run(mine, lambda _, executor: work(executor))
+
+
+def build_stages(
+    trainer: Trainer, layout: AsyncStageGraph, versions: WeightVersionCounters
+) -> tuple[dict[Place, StageWeights], AsyncStageGroup]:
+    """Build the weights and the executor of every stage of this process."""
+    options, state = trainer.options, trainer._state
+    mine = collect_stage_parameters(state, owned=True)
+    total = sum(
+        math.prod(entry.pieces.shape) for entry in state.entries.values() if entry.trainable
+    )
+    weights: dict[Place, StageWeights] = {}
+    updates: dict[Place, StageUpdater] = {}
+    for mesh_rank in trainer._mesh_ranks:
+        for stage, module in sorted(mesh_rank.modules.items()):
+            place = stage, mesh_rank.index
+            optimizer = trainer.optimizers[place]
+            weights[place] = StageWeights(
+                module, optimizer, options.mode, versions, stage,
+                total_updates=options.total_updates, guard=options.guard,
+            )  # fmt: skip
+            if options.watch:
+                weights[place].watch(options.watch)
+            part = sum(parameter.numel() for _, parameter in mine[place])
+            clipping = StageClipOptions(
+                options.clip_norm, options.clip, options.clip_value, part / max(total, 1)
+            )
+            updates[place] = StageUpdater(
+                MeshRank(mesh_rank.index, mesh_rank.spec, {stage: module}),
+                trainer._shards, weights[place],
+                [p for _, p in mine[place]], clipping, norms=options.log_grad_norm,
+            )  # fmt: skip
+    stages = AsyncStageGroup(
+        trainer._mesh_ranks, trainer._ranks, trainer._transport, trainer._devices, layout,
+        versions, weights=weights, updates=updates, local=trainer._local,
+        recompute=options.recomputes(len(trainer.spec.stages)),
+        events=trainer.events,
+    )  # fmt: skip
+    return weights, stages

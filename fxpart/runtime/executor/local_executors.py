@@ -8,7 +8,6 @@ from functools import partial
 from typing import TypeVar
 
 from fxpart.errors import FxpartError, error
-from fxpart.runtime.executor.cooperative_scheduler import run_cooperatively
 from fxpart.runtime.executor.executor import Executor
 from fxpart.runtime.mesh.communicators import MeshCommunicators
 from fxpart.runtime.mesh.mesh_ranks import MeshRankThreads
@@ -16,6 +15,7 @@ from fxpart.runtime.transport.agreement import make_lost_peer_error
 from fxpart.runtime.transport.interface import PeerLostError, TransferTimeoutError, Transport
 
 E = TypeVar("E", bound=Executor)
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -111,3 +111,27 @@ class LocalExecutors:
             self.broken = "no rank can make progress"
             where = ", ".join(f"rank {each.rank} at {each.doing}" for each in stuck)
             raise error("FXP901", where=where, why=self.broken, fix="")
+
+
+def run_cooperatively(
+    runs: Mapping[R, Iterator[None]],
+    progress: Callable[[R], object],
+    *,
+    after: Callable[[R], object] = id,
+) -> list[R]:
+    """Advance all iterators in round-robin order; return those left when none makes progress.
+
+    progress: returns a value that changes with any activity of the given run. after: called after
+    each turn.
+    """
+    left, done = dict(runs), object()
+    while left:
+        waiting = list(left)
+        before = [progress(each) for each in waiting]
+        for each in waiting:
+            if next(left[each], done) is done:
+                del left[each]
+            after(each)
+        if len(left) == len(waiting) and before == [progress(each) for each in waiting]:
+            return waiting
+    return []

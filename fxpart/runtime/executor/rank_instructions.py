@@ -6,26 +6,14 @@ action reads, and when a microbatch's tensors are freed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from fxpart.diagnostics.flight_recorder import FlightRecorder, Mark
-from fxpart.errors import FxpartError, error
-from fxpart.program.edges import ValueEdge
 from fxpart.program.spec import ProgramSpec
-from fxpart.runtime.batch.symbolic_shapes import make_shape_function
-from fxpart.runtime.dtypes import torch_dtype
-from fxpart.runtime.executor.dim_order import (
-    Order,
-    get_dim_order,
-    has_several_orders,
-    pack_to_order,
-)
 from fxpart.runtime.executor.executor import Executor
 from fxpart.runtime.executor.instruction import (
     BackwardHooks,
@@ -39,12 +27,11 @@ from fxpart.runtime.executor.routes import Arrival, MessageRoutes
 from fxpart.runtime.executor.split_backward import BackwardSplitter, WeightBackward
 from fxpart.runtime.executor.stage_microbatch import BackwardRoots, StageMicrobatch
 from fxpart.runtime.executor.stage_signature import StageSignature
+from fxpart.runtime.executor.value_sender import LinkSender, ValueSender
 from fxpart.runtime.gradients.tied_parameters import TiedGradientReducer
-from fxpart.runtime.transport.interface import BACKWARD, FORWARD, Transport
+from fxpart.runtime.transport.interface import Transport
 from fxpart.schedule.action import Action, ActionKind, Schedule
 
-# Maximum number of sends in flight; bounds the memory of sent tensors.
-WINDOW = 4
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)  # Actions that add to a stage's gradients.
 _ENDS = (ActionKind.B, ActionKind.I)  # Actions that free a microbatch's tensors.
 
@@ -93,8 +80,7 @@ class RankInstructions(Executor):
         }
         self._cells: dict[tuple[int, int], StageMicrobatch] = {}
         self._weight_backwards: dict[tuple[int, int], WeightBackward | None] = {}
-        self._sending: deque[Any] = deque()
-        self._orders: dict[tuple[int, ValueEdge], Order] = {}  # Of sent tensors.
+        self._sender = ValueSender(transport, rank, device)
         self._feed = StepInput((), (), (), ())
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[str, dict[int, torch.Tensor]] = {}
@@ -356,66 +342,19 @@ class RankInstructions(Executor):
     def _prepare_send(self, action: Action) -> Instruction:
         carried = self._routes.carried(action)
         if not carried:
-            return Instruction(action, (), do_nothing, do_nothing)
+            return Instruction(action, (), do_nothing)
         assert action.peer is not None
-        target = self._stage_rank[action.peer]
         forward = action.kind is ActionKind.SEND_F
-        channel = FORWARD if forward else BACKWARD
+        sender = LinkSender(self._sender, carried, self._stage_rank[action.peer], forward=forward)
         key, microbatch = (action.stage, action.microbatch), action.microbatch
-        expected = [(link, make_shape_function(link.shape)) for link in carried]
-
-        def send(
-            tensors: list[torch.Tensor], new_orders: dict[tuple[int, ValueEdge], Order]
-        ) -> None:
-            self._orders.update(new_orders)
-            for tensor in tensors:
-                if len(self._sending) >= WINDOW:
-                    self._transport.wait(self._sending.popleft())
-                self._sending.append(self._transport.send(self.rank, target, channel, tensor))
 
         def do() -> None:
-            cell, sizes = self._cells[key], self._feed.sizes[microbatch]
-            tensors: list[torch.Tensor] = []
-            new_orders: dict[tuple[int, ValueEdge], Order] = {}
-            for link, of in expected:
-                value = cell.value(link, forward=forward)
-                if value.shape != of(sizes) or value.dtype != torch_dtype(link.dtype):
-                    raise _make_shape_error(link, value, of(sizes))
-                value = value.detach()
-                if link.sent != link.dtype:
-                    value = value.to(torch_dtype(link.sent))
-                tensors += self._pack(channel, link, value, new_orders)
-            send(tensors, new_orders)
+            sender.send(self._cells[key], self._feed.sizes[microbatch])
 
         def communicate() -> None:
-            sizes, tensors = self._feed.sizes[microbatch], list[torch.Tensor]()
-            new_orders: dict[tuple[int, ValueEdge], Order] = {}
-            for link, of in expected:
-                zeros = torch.zeros(of(sizes), dtype=torch_dtype(link.sent), device=self._device)
-                tensors += self._pack(channel, link, zeros, new_orders)
-            send(tensors, new_orders)
+            sender.send_zeros(self._feed.sizes[microbatch])
 
         return Instruction(action, (), do, communicate)
-
-    def _pack(
-        self,
-        channel: int,
-        link: ValueEdge,
-        value: torch.Tensor,
-        new_orders: dict[tuple[int, ValueEdge], Order],
-    ) -> list[torch.Tensor]:
-        """Return the tensors to send for a value, preceded by its dim order the first time.
-
-        new_orders: receives an order that is to be sent.
-        """
-        if not has_several_orders(link.shape):
-            return [value.contiguous()]
-        known = self._orders.get((channel, link))
-        if known is not None:
-            return [pack_to_order(value, known)]
-        order = new_orders[channel, link] = get_dim_order(value)
-        head = torch.tensor(order, dtype=torch.int64)
-        return [head, pack_to_order(value, order)]
 
 
 def _make_drop(arrivals: tuple[Arrival, ...]) -> Callable[[], None]:
@@ -424,15 +363,3 @@ def _make_drop(arrivals: tuple[Arrival, ...]) -> Callable[[], None]:
             inbox.drop(place)
 
     return drop
-
-
-def _make_shape_error(
-    link: ValueEdge, value: torch.Tensor, expected: tuple[int, ...]
-) -> FxpartError:
-    dtype = torch_dtype(link.dtype)
-    return error(
-        "FXP900",
-        where=f"value {link.name} from stage {link.source} to stage {link.target}",
-        why=f"it is {value.dtype} {tuple(value.shape)}, not {dtype} {expected} as compiled",
-        fix="",
-    )

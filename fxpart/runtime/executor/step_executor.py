@@ -114,6 +114,5 @@ class StepExecutor(RankInstructions):
 
     def finish(self) -> None:
         """Wait for the last sends; call it when all ranks have received their messages."""
-        while self._sending:
-            self._transport.wait(self._sending.popleft())
+        self._sender.finish()
         self._tied_gradients.finish()

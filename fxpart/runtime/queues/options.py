@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from fxpart.errors import FxpartError, Problem, error
+from fxpart.errors import error
 from fxpart.plan.model import Plan
-from fxpart.program.replica_groups import explain_unsupported_ties
-from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.trainer_options import QUEUE, TURNS, TrainerOptions
 from fxpart.schedule.spec import DEFAULT_SCHEDULE, SCHEDULES
 from fxpart.schedule.weight_modes import WeightMode
@@ -59,19 +56,3 @@ def is_queue_routed(
     if weight_mode is not None:
         options["weights"] = weight_mode
     return True
-
-
-def check_queue_program(spec: ProgramSpec, ranks: Sequence[Sequence[int]]) -> None:
-    """Raise FXP109 for programs that cannot be trained from queues."""
-    problems = []
-    firsts = [row[0] for row in ranks]
-    if spec.sharding is not None:
-        problems.append(("stages on several ranks", 'use constraints={"mesh": "none"}'))
-    if len(set(firsts)) < len(firsts):
-        problems.append(("several stages per rank", "use one stage per rank"))
-    problems += [(why, 'use routing="turns"') for why in explain_unsupported_ties(spec)]
-    if problems:
-        raise FxpartError(
-            Problem("FXP109", "routing=queue", f"queue routing does not support {why}", fix)
-            for why, fix in problems
-        )

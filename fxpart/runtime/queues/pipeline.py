@@ -329,7 +329,7 @@ class QueuePipeline(UnflushedPipeline):
             if successor in modules:
                 modules[copy] = modules[successor]
         self.lost = lost
-        self._trainer.replace_ranks(tuple(ranks), lost)
+        self._trainer._replace_ranks(tuple(ranks), lost)
         self._state = self._trainer._state
 
     # -- inner ----------------------------------------------------------------------------------

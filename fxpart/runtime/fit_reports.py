@@ -1,0 +1,112 @@
+"""What the callbacks and the log of a run get."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fxpart.plan.throughput import RowFigures
+from fxpart.runtime.callbacks import AnyCallback, Event, Kind, RunProgress, StepInfo
+from fxpart.runtime.monitor.memory_footprint import read_peak_memory
+
+if TYPE_CHECKING:
+    from fxpart.runtime.trainer import Trainer
+
+
+class UserCall(Protocol):
+    """Calls a user function; raises its exception on every rank."""
+
+    def __call__(self, what: str, do: Callable[[], object], /) -> object:
+        """Return the function's result. what: for messages."""
+
+
+class RunReports:
+    """Reports updates and events of a run to its callbacks and its log."""
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[AnyCallback], call: UserCall) -> None:
+        """call: calls user functions."""
+        self._trainer, self._callbacks, self._call = trainer, callbacks, call
+        self._progress = RunProgress(None)
+        self._figures: RowFigures | None = None
+        self._last = time.perf_counter()
+
+    def show(self, bar: Any) -> None:
+        """Show progress in a bar, or nowhere."""
+        self._progress = RunProgress(bar)
+
+    def start_clock(self) -> None:
+        """Start the time of the next update."""
+        self._last = time.perf_counter()
+
+    def report_update(
+        self,
+        position: tuple[int, int],
+        loss: float,
+        lr: tuple[float, ...],
+        rows: int,
+        busy: Sequence[tuple[int, ...]],
+    ) -> None:
+        """Log an update and pass it to the callbacks; start the time of the next one.
+
+        position: step and epoch. lr: of each parameter group. busy: nanoseconds of computation by
+        rank, of each batch.
+        """
+        info = self._make_info(position, loss, lr, rows, busy)
+        self._progress.on_step(info)
+        for callback in self._callbacks:
+            tell: Callable[[StepInfo], object] = getattr(callback, "on_step", callback)  # type: ignore[arg-type]
+            what = f"callback {_name(callback)}.on_step after step {info.step}"
+            self._call(what, partial(tell, info))
+
+    def notify(self, kind: Kind, step: int, epoch: int, **more: Any) -> None:
+        """Pass an event to the callbacks."""
+        event = Event(kind, step, epoch, self._trainer.rank, **more)
+        self._progress.on_event(event)
+        for callback in self._callbacks:
+            tell = getattr(callback, "on_event", None)
+            if tell is not None:
+                what = f"callback {_name(callback)}.on_event({kind})"
+                self._call(what, partial(tell, event))
+
+    def report_failure(self, step: int, epoch: int, cause: BaseException) -> None:
+        """Report a failure to the callbacks; attach their exceptions as notes."""
+        event = Event("failure", step, epoch, self._trainer.rank, error=cause)
+        self._progress.on_event(event)
+        for callback in self._callbacks:
+            try:
+                getattr(callback, "on_event", _ignore)(event)
+            except Exception as other:
+                cause.add_note(f"callback {_name(callback)}.on_event(failure) raised {other!r}")
+
+    def _make_info(
+        self,
+        position: tuple[int, int],
+        loss: float,
+        lr: tuple[float, ...],
+        rows: int,
+        busy: Sequence[tuple[int, ...]],
+    ) -> StepInfo:
+        trainer, norm, now = self._trainer, self._trainer.last_grad_norm, time.perf_counter()
+        seconds, self._last = now - self._last, now
+        if self._figures is None:
+            given = trainer.row_figures if self._callbacks else None
+            self._figures = RowFigures() if given is None else given()
+        tokens, ideal = self._figures.tokens, self._figures.mfu_seconds
+        known = bool(busy) and all(busy)
+        return StepInfo(
+            *position, loss, lr, None if norm is None else float(norm), rows, seconds, trainer.rank,
+            busy=tuple(sum(each) / 1e9 for each in zip(*busy, strict=True)) if known else (),
+            peak_memory=read_peak_memory(trainer.local_device),
+            tokens=None if tokens is None else round(tokens * rows),
+            mfu=None if ideal is None or not seconds else ideal * rows / seconds,
+        )  # fmt: skip
+
+
+def _ignore(event: Event) -> None:
+    """Ignore the event, for a callback that only handles steps."""
+
+
+def _name(callback: object) -> str:
+    return getattr(callback, "__name__", type(callback).__name__)
