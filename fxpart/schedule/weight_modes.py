@@ -68,6 +68,23 @@ class WeightMode:
     forward_reads: str = field(default="", kw_only=True, compare=False, repr=False)
     backward_reads: str = field(default="the same", kw_only=True, compare=False, repr=False)
 
+    def check(self) -> None:
+        """Raise FXP109 for fields that cannot be combined."""
+        if self.feedback and (self.base != "delayed" or self.predicts):
+            raise error(
+                "FXP109",
+                where=f"weights={self.name!r}",
+                why="error feedback is for updates that are one step late on every stage",
+                fix="use base='delayed' without prediction, or feedback=0",
+            )
+        if self.look_forward != "none" and self.base in ("first stage", "delayed"):
+            raise error(
+                "FXP109",
+                where=f"weights={self.name!r}",
+                why="it predicts from an old version, whose optimizer state is not stored",
+                fix="use base='applied' or look_forward='none'",
+            )
+
     @property
     def predicts(self) -> bool:
         """Return whether any computation predicts weights."""

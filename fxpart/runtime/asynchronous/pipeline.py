@@ -395,7 +395,7 @@ class AsyncPipeline(UnflushedPipeline):
 
     def _check_total(self) -> None:
         if self._trainer.calls == 0 and self._needs_total:
-            warnings.warn(explain_unknown_total(self._trainer.options.mode.name), stacklevel=4)
+            warnings.warn(explain_unknown_total(self._trainer.options.mode.name), stacklevel=6)
 
 
 def _name_norm(stage: int) -> str:

@@ -1,9 +1,4 @@
-"""Weights of a replica while updates come between forwards and backwards in unknown order.
-
-Like :class:`fxpart.runtime.weights.StageWeights`, whose order is known: autograd saves no weights,
-parameters contain what a computation reads while it runs, and weights are copied just before an
-update if a later backward reads them.
-"""
+"""Weights of a replica while updates come between forwards and backwards in unknown order."""
 
 from __future__ import annotations
 
@@ -15,20 +10,14 @@ import torch
 from torch import nn
 
 from fxpart.runtime.executor.recompute import StageRecomputation
-from fxpart.runtime.optimizer.update_options import StageUpdateOptions, UpdateOptions
-from fxpart.runtime.weight_prediction import PipeMareCorrection, Predictor, make_predictor
-from fxpart.runtime.weights.forward_recomputation import ForwardRecomputation
 from fxpart.runtime.weights.parameter_swap import swap_parameter_data
-from fxpart.runtime.weights.saved_tensor_hooks import SavedWeightHooks
-from fxpart.runtime.weights.weight_stash import Tensors, WeightSource, WeightStash
-from fxpart.runtime.weights.weight_update import PredictionCheck
+from fxpart.runtime.weights.weight_stash import Tensors, WeightSource
+from fxpart.runtime.weights.weight_store import WeightStore
 from fxpart.schedule.weight_modes import WeightMode
 
 
-class QueueWeights:
-    """Weights of a replica. updates: since the start. most: most weight versions in memory at
-    once.
-    """
+class QueueWeights(WeightStore):
+    """Weights of a replica."""
 
     def __init__(
         self,
@@ -40,31 +29,10 @@ class QueueWeights:
         """Wrap a stage module. staleness: 0 if no update comes between a forward and its
         backward.
         """
-        self.updates = 0
-        self._mode, self._has_staleness = mode, staleness > 0
-        self._optimizer = optimizer
-        self.options: StageUpdateOptions | None = None
-        listed = [p for group in optimizer.param_groups for p in group["params"]]
-        self._trainable = [at for at, p in enumerate(listed) if p.requires_grad]
-        self._parameters: list[torch.Tensor] = [listed[at] for at in self._trainable]
-        every = list({id(p): p for p in (*self._parameters, *module.parameters())}.values())
-        follows = mode.backward != "forward"
-        self._saved = SavedWeightHooks(every, follows, f"stage module {type(module).__name__}")
-        self._predictor: Predictor | None = (
-            make_predictor(mode.rule, optimizer) if mode.predicts and self._has_staleness else None
-        )
         where = f"a copy of stage module {type(module).__name__}"
-        self._prediction_check: PredictionCheck | None = None
-        if self._predictor is not None:
-            self._prediction_check = PredictionCheck(self._predictor, optimizer, where)
-        self._recomputation: ForwardRecomputation | None = None
-        self._stash = WeightStash()
+        super().__init__(module, optimizer, mode, where, predicts=mode.predicts and staleness > 0)
+        self._has_staleness = staleness > 0
         self._in_flight: dict[int, WeightSource] = {}
-
-    @property
-    def most(self) -> int:
-        """Most weight versions in memory at once, including the parameters."""
-        return 1 + self._stash.most
 
     @contextmanager
     def forward(self, number: int, behind: int) -> Iterator[None]:
@@ -84,7 +52,7 @@ class QueueWeights:
             yield
             return
         source = self._in_flight[number]
-        seen = source if self._mode.backward == "forward" else WeightSource(self.updates)
+        seen = source if self.mode.backward == "forward" else WeightSource(self.updates)
         tensors = self._find(seen)
         recomputing: AbstractContextManager[None] = nullcontext()
         if self._recomputation is not None:
@@ -102,46 +70,19 @@ class QueueWeights:
         now = WeightSource(self.updates)
         if self._reads_forward_weights and now in self._in_flight.values():
             self._stash.put(now, [p.detach().clone() for p in self._parameters])
-        if self.options is not None:
-            self.options.apply()
-        observers: list[Predictor | PipeMareCorrection | PredictionCheck] = [*self.rules()]
-        if self._prediction_check is not None and not self._prediction_check.done:
-            observers.append(self._prediction_check)
-        for observer in observers:
-            observer.before_update()
-        self._optimizer.step()
-        for observer in observers:
-            observer.after_update()
+        self._step(self._optimizer.step, (self._predictor,))
         self.count_update()
         self._release()
 
     def count_update(self) -> None:
         """Count an update; called directly for a stage that is not trained."""
         self.updates += 1
-        if self.options is not None:
-            self.options.apply()
+        self._apply_options()
 
     def recompute(self, recompute: StageRecomputation) -> None:
-        """Set up recomputation as :meth:`fxpart.runtime.weights.StageWeights.recompute`."""
-        if self._has_staleness and self._mode.backward != "forward":
-            self._recomputation = recompute.weights = ForwardRecomputation(
-                self._saved, self._parameters
-            )
-
-    @property
-    def _reads_forward_weights(self) -> bool:
-        """Whether a backward reads the weights of its forward."""
-        return self._mode.backward == "forward" or self._recomputation is not None
-
-    def follow(self, options: UpdateOptions) -> None:
-        """Use the options that are recorded for each update."""
-        self.options = StageUpdateOptions(self._optimizer, options, lambda: self.updates)
-        if self._predictor is not None:
-            self._predictor.coming = self.options
-
-    def rules(self) -> list[Predictor | PipeMareCorrection]:
-        """Return the predictors that keep state between updates."""
-        return [] if self._predictor is None else [self._predictor]
+        """Set up recomputation, which needs no weights without staleness."""
+        if self._has_staleness:
+            super().recompute(recompute)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after ``updates`` with other weights and the state of the ``rules``."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import singledispatchmethod
+from functools import partial, singledispatchmethod
 
 import torch
 
@@ -20,6 +20,8 @@ from fxpart.errors import error
 from fxpart.program.edges import ValueEdge
 from fxpart.program.replica_groups import ReplicaGroupGraph
 from fxpart.runtime.dtypes import torch_dtype
+from fxpart.runtime.executor.executor import Executor
+from fxpart.runtime.executor.instruction import Instruction
 from fxpart.runtime.executor.stage_microbatch import BackwardRoots, StageMicrobatch
 from fxpart.runtime.executor.stage_signature import StageSignature
 from fxpart.runtime.queues.replica_gradients import (
@@ -76,17 +78,18 @@ class ClipLimits:
     value: float | None
 
 
-class ReplicaWorker:
-    """Runs one replica of a stage.
+class ReplicaWorker(Executor):
+    """Runs one replica of a stage: its actions are the orders whose inputs are here.
 
     applied: minibatches applied. losses: of those, as (minibatch, loss, requests of the replicas),
     until they are popped. staleness: most updates between a forward and its own update so far.
-    forwards: microbatches computed. doing: current or last action.
+    forwards: microbatches computed.
     """
 
     def __init__(
         self,
         copy: int,
+        rank: int,
         layout: ReplicaGroupGraph,
         table: StageSignature,
         weights: QueueWeights,
@@ -102,6 +105,7 @@ class ReplicaWorker:
         """Create a worker. bound: largest allowed staleness. post: sends to a replica. tell: sends
         to the dispatcher. events: flight recorder.
         """
+        super().__init__(rank, (), events, threads=True)
         self.copy, self.weights = copy, weights
         self.applied = self.forwards = self.staleness = 0
         self.losses: deque[tuple[int, float | None, Requests]] = deque()
@@ -109,7 +113,7 @@ class ReplicaWorker:
         self._group = layout.group(copy)
         self._table, self._parameters = table, parameters
         self._bound, self._clip, self._device = bound, clip, device
-        self._post, self._tell, self._events = post, tell, events
+        self._post, self._tell = post, tell
         self._forward_in, self._forward_out = (
             layout.into(copy, back=False),
             layout.out(copy, back=False),
@@ -150,26 +154,39 @@ class ReplicaWorker:
         return self._next() is None
 
     def turn(self) -> bool:
-        """Compute one microbatch; return False if none is ready."""
+        """Compute one microbatch and send its results; return False if none is ready.
+
+        Raises the exception of the stage.
+        """
         order = self._next()
         if order is None:
             return False
         self._orders.remove(order)
-        number, microbatch = order.minibatch, order.microbatch
-        kind = ActionKind.B if isinstance(order, BackwardOrder) else ActionKind.F
-        self.doing = Action(self.copy, kind, microbatch)
-        self._events.put(str(self.doing), stage=self.copy, microbatch=microbatch)
-        run = self._run_backward if kind is ActionKind.B else self._run_forward
-        start = time.perf_counter()
-        loss = run(number, microbatch)
-        for group, copy in order.to:
-            self._send(kind is ActionKind.B, number, microbatch, group, copy)
-        self._tell(
-            ComputationReport(
-                kind is ActionKind.B, number, microbatch, loss, time.perf_counter() - start
-            )
-        )
+        for _ in self.execute(self._list_instructions(order)):
+            raise AssertionError("its messages have arrived")
+        if self.failure is not None:
+            raise self.failure.cause
         return True
+
+    def _list_instructions(self, order: ForwardOrder | BackwardOrder) -> Iterator[Instruction]:
+        """Yield the computation of an order and its sends, then report it."""
+        number, microbatch = order.minibatch, order.microbatch
+        back = isinstance(order, BackwardOrder)
+        kind, send = (
+            (ActionKind.B, ActionKind.SEND_B) if back else (ActionKind.F, ActionKind.SEND_F)
+        )
+        run = self._run_backward if back else self._run_forward
+        losses: list[float | None] = []
+        action = Action(self.copy, kind, microbatch)
+        mark = self.events.mark(str(action), stage=self.copy, microbatch=microbatch)
+        start = time.perf_counter()
+        yield Instruction(action, (), lambda: losses.append(run(number, microbatch)), mark=mark)
+        for group, copy in order.to:
+            do = partial(self._send, back, number, microbatch, group, copy)
+            yield Instruction(Action(self.copy, send, microbatch, copy), (), do)
+        if self.failure is None:
+            seconds = time.perf_counter() - start
+            self._tell(ComputationReport(back, number, microbatch, losses[0], seconds))
 
     def _next(self) -> ForwardOrder | BackwardOrder | None:
         ready = [order for order in self._orders if self._ready(order)]

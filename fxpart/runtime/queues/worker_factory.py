@@ -36,7 +36,7 @@ def make_worker(
     if table.keeping.recompute is not None:
         weights.recompute(table.keeping.recompute)
     return ReplicaWorker(
-        stage, layout, table, weights,
+        stage, trainer._ranks[stage][0], layout, table, weights,
         collect_replica_parameters(trainer, stage, layout),
         bound=bound,
         clip=ClipLimits(options.clip_norm, options.clip_value),

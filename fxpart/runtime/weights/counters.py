@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fxpart.errors import FxpartError, error
+from fxpart.schedule.weight_modes import MODES, WeightMode, list_unflushed_modes
 
 
 class MicrobatchWeightUse(NamedTuple):
@@ -50,4 +51,16 @@ def make_schedule_mismatch_error(
         where=f"stage {stage}, microbatch {microbatch}",
         why=f"{what}: the schedule expects {expected}, but it is {found}",
         fix="",
+    )
+
+
+def make_compiled_stage_error(mode: WeightMode) -> FxpartError:
+    """Return the error for a compiled stage whose backward reads other weights."""
+    return error(
+        "FXP109",
+        where=f"weights={mode.name!r} of a stage made by torch.compile",
+        why="the compiled backward recomputes activations from the weights that it reads; in this "
+        "mode they differ from those of its forward",
+        fix="do not compile the stage, or use a mode whose backward reads its forward's weights: "
+        + ", ".join(n for n in list_unflushed_modes() if MODES[n].backward == "forward"),
     )

@@ -1,12 +1,4 @@
-"""Weights of a stage under an asynchronous schedule: each computation reads the right version.
-
-The parameters contain the newest weights, which the optimizer updates in place. For a computation
-that reads other weights, the parameters' ``data`` is replaced while it runs. Autograd saves no
-weights of a forward (:mod:`fxpart.runtime.weights.saved_tensor_hooks`), so the backward reads the
-parameters as they are then, also for recomputed casts; recomputed forwards read the weights of the
-original forward. Weights are copied only if a later computation reads them: an old version just
-before an update, a prediction when the first reader runs.
-"""
+"""Weights of a stage under an asynchronous schedule: each computation reads the right version."""
 
 from __future__ import annotations
 
@@ -20,36 +12,25 @@ import torch
 from torch import nn
 
 from fxpart.compat import is_compiled
-from fxpart.errors import FxpartError, error
-from fxpart.runtime.executor.recompute import StageRecomputation
-from fxpart.runtime.optimizer.update_options import StageUpdateOptions, UpdateOptions
-from fxpart.runtime.weight_prediction import (
-    ErrorFeedback,
-    PipeMareCorrection,
-    Predictor,
-    make_predictor,
-)
+from fxpart.runtime.weight_prediction import ErrorFeedback, PipeMareCorrection
 from fxpart.runtime.weights.counters import (
     MicrobatchWeightUse,
     StageCounters,
+    make_compiled_stage_error,
     make_recent_log,
     make_schedule_mismatch_error,
 )
-from fxpart.runtime.weights.forward_recomputation import ForwardRecomputation
 from fxpart.runtime.weights.parameter_swap import swap_parameter_data
-from fxpart.runtime.weights.saved_tensor_hooks import SavedWeightHooks
-from fxpart.runtime.weights.weight_stash import Tensors, WeightSource, WeightStash, storage_bytes
+from fxpart.runtime.weights.weight_stash import Tensors, WeightSource, storage_bytes
+from fxpart.runtime.weights.weight_store import StatefulRule, WeightStore
 from fxpart.runtime.weights.weight_update import (
     ANNEALING_PER_STALENESS,
-    PredictionCheck,
     PredictionErrorProbe,
     discount_learning_rates,
     has_finite_gradients,
 )
 from fxpart.schedule.versions import WeightRead, WeightVersionCounters
-from fxpart.schedule.weight_modes import MODES, WeightMode, list_unflushed_modes
-
-StatefulRule = Predictor | PipeMareCorrection | ErrorFeedback
+from fxpart.schedule.weight_modes import WeightMode
 
 
 class _MicrobatchInFlight:
@@ -66,20 +47,11 @@ class _MicrobatchInFlight:
         self.watched: PredictionErrorProbe | None = None
 
 
-class StageWeights:
+class StageWeights(WeightStore):
     """Weight versions of one stage's forwards and backwards, and its updates.
 
-    module: the stage; its parameter objects never change. optimizer: of its parameters; parameters
-    outside it, or without gradients, have one version. mode, versions, stage: define the versions
-    to read (:meth:`~fxpart.schedule.versions.WeightVersionCounters.read`). guard: skip an update
-    whose gradients are not all finite; it still counts. total_updates: updates after which a
-    learning-rate discount ends (PipeMare); None: 100 times the largest staleness. Raises FXP109
-    for impossible combinations.
-
-    updates: of the weights, since the start. skipped: updates skipped by the guard. total:
-    ``total_updates``, can be set later. listeners: called after each update with their number.
-    options: recorded optimizer options of this stage, from
-    :meth:`follow`.
+    skipped: updates skipped by the guard. total: ``total_updates``, can be set later. listeners:
+    called after each update with their number.
     """
 
     def __init__(
@@ -93,27 +65,26 @@ class StageWeights:
         total_updates: int | None = None,
         guard: bool = False,
     ) -> None:
-        """Wrap a stage module; nothing is copied yet."""
-        _check_mode(mode)
+        """Wrap a stage module, whose parameter objects never change.
+
+        mode, versions, stage: define the versions to read
+        (:meth:`~fxpart.schedule.versions.WeightVersionCounters.read`). guard: skip an update whose
+        gradients are not all finite; it still counts. total_updates: updates after which a
+        learning-rate discount ends (PipeMare); None: 100 times the largest staleness. Raises FXP109
+        for impossible combinations.
+        """
+        mode.check()
         versions.check(mode)
-        self.mode = mode
+        where = f"stage {stage} ({type(module).__name__})"
+        super().__init__(module, optimizer, mode, where, predicts=mode.predicts)
         self.versions = versions
         self.stage = stage
         self.updates = versions.start
         self.skipped = 0
-        self._module = module
-        self._optimizer = optimizer
         self.total = total_updates
         stages = range(len(versions.ahead))
         self._default_total = ANNEALING_PER_STALENESS * max(map(versions.gap, stages))
         self._guard = guard
-        listed = [p for group in optimizer.param_groups for p in group["params"]]
-        self._trainable = [at for at, p in enumerate(listed) if p.requires_grad]
-        self._parameters: list[torch.Tensor] = [listed[at] for at in self._trainable]
-        every = list({id(p): p for p in (*self._parameters, *module.parameters())}.values())
-        self._predictor: Predictor | None = (
-            make_predictor(mode.rule, optimizer) if mode.predicts else None
-        )
         gap = versions.gap(stage)
         self._correction = (
             PipeMareCorrection(optimizer, staleness=gap)
@@ -124,14 +95,6 @@ class StageWeights:
         if mode.feedback and max(versions.ahead) > 1:
             self._feedback = ErrorFeedback(self._parameters, mode.feedback)
         self.listeners: list[Callable[[int], object]] = []
-        where = f"stage {stage} ({type(module).__name__})"
-        self._prediction_check: PredictionCheck | None = None
-        if self._predictor is not None:
-            self._prediction_check = PredictionCheck(self._predictor, optimizer, where)
-        self.options: StageUpdateOptions | None = None
-        self._saved = SavedWeightHooks(every, mode.backward != "forward", where)
-        self._recomputation: ForwardRecomputation | None = None
-        self._stash = WeightStash()
         self._in_flight: dict[int, _MicrobatchInFlight] = {}
         self._received_weights: dict[int, Mapping[torch.Tensor, torch.Tensor]] = {}
         self._next_forward = self._backwards_done = 0
@@ -150,22 +113,6 @@ class StageWeights:
         """
         self._received_weights[microbatch] = dict(values)
 
-    def recompute(self, recompute: StageRecomputation) -> None:
-        """Recompute the stage's forwards in their backwards, with the weights of the forwards.
-
-        Those are stored until the backward if it reads other weights.
-        """
-        if self.mode.backward != "forward":
-            self._recomputation = recompute.weights = ForwardRecomputation(
-                self._saved, self._parameters
-            )
-
-    def follow(self, options: UpdateOptions) -> None:
-        """Use the options that are recorded for each update."""
-        self.options = StageUpdateOptions(self._optimizer, options, lambda: self.updates)
-        if self._predictor is not None:
-            self._predictor.coming = self.options
-
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
         """Enter for the call of the stage module; FXP900 if the schedule has another action."""
@@ -179,7 +126,7 @@ class StageWeights:
                 self.stage, microbatch, "updates before its forward", read.forward, self.updates
             )
         if self.mode.backward != "forward" and is_compiled(self._module):
-            raise _make_compiled_error(self.mode)
+            raise make_compiled_stage_error(self.mode)
         source = self._source(read)
         flight = _MicrobatchInFlight(read, source, self._received_weights.pop(microbatch, {}))
         tensors = self._find(source, microbatch)
@@ -246,42 +193,28 @@ class StageWeights:
         if self._is_needed(now):
             self._stash.put(now, [p.detach().clone() for p in self._parameters])
         steps = not self._guard or has_finite_gradients(self._parameters)
-        if self.options is not None:
-            self.options.apply()
-        rules = self._predictor, self._correction
-        observers: list[Predictor | PipeMareCorrection | PredictionCheck] = [
-            rule for rule in rules if rule is not None
-        ]
-        if self._prediction_check is not None and not self._prediction_check.done:
-            observers.append(self._prediction_check)
         before = self._stash.get(now)
         if self._feedback is not None and before is None:
             before = [p.detach().clone() for p in self._parameters]
-        for observer in observers:
-            observer.before_update()
-        if steps:
-            with (
-                discount_learning_rates(
-                    self._optimizer,
-                    self.versions.gap(self.stage),
-                    self.updates,
-                    self._default_total if self.total is None else self.total,
-                )
-                if self.mode.discount
-                else nullcontext()
-            ):
-                self._optimizer.step()
-        for observer in observers:
-            observer.after_update()
+        self._step(self._take_step if steps else _skip, (self._predictor, self._correction))
         self._feed_back(before, stepped=steps)
         self.skipped += not steps
         self.updates += 1
-        if self.options is not None:
-            self.options.apply()
+        self._apply_options()
         self._release()
         for listener in self.listeners:
             listener(self.updates)
         return steps
+
+    def _take_step(self) -> None:
+        """Step the optimizer, with the learning rates that the mode gives the stage."""
+        if not self.mode.discount:
+            self._optimizer.step()
+            return
+        total = self._default_total if self.total is None else self.total
+        gap = self.versions.gap(self.stage)
+        with discount_learning_rates(self._optimizer, gap, self.updates, total):
+            self._optimizer.step()
 
     def _feed_back(self, before: Tensors | None, *, stepped: bool) -> None:
         """Add the error of the update before, if this one was late.
@@ -320,11 +253,6 @@ class StageWeights:
     def copies(self) -> int:
         """Return the number of weight versions in memory, including the parameters."""
         return 1 + len(self._stash)
-
-    @property
-    def most(self) -> int:
-        """Most weight versions in memory at once, including the parameters."""
-        return 1 + self._stash.most
 
     def bytes(self) -> int:
         """Return the bytes in memory beside the parameters: versions, received weights, rule
@@ -433,7 +361,7 @@ class StageWeights:
         keep_recomputable: include the next forward and the next backward, before an update.
         """
         base = self.mode.base
-        if self.mode.backward == "forward" or self._recomputation is not None:
+        if self._reads_forward_weights:
             if any(flight.source == source for flight in self._in_flight.values()):
                 return True
         next_read = self.versions.read(self.mode, self.stage, self._next_forward)
@@ -469,30 +397,5 @@ class StageWeights:
         yield from (flight.received for flight in self._in_flight.values())
 
 
-def _check_mode(mode: WeightMode) -> None:
-    """Raise FXP109 for options that cannot be combined."""
-    if mode.feedback and (mode.base != "delayed" or mode.predicts):
-        raise error(
-            "FXP109",
-            where=f"weights={mode.name!r}",
-            why="error feedback is for updates that are one step late on every stage",
-            fix="use base='delayed' without prediction, or feedback=0",
-        )
-    if mode.look_forward != "none" and mode.base in ("first stage", "delayed"):
-        raise error(
-            "FXP109",
-            where=f"weights={mode.name!r}",
-            why="it predicts from an old version, whose optimizer state is not stored",
-            fix="use base='applied' or look_forward='none'",
-        )
-
-
-def _make_compiled_error(mode: WeightMode) -> FxpartError:
-    return error(
-        "FXP109",
-        where=f"weights={mode.name!r} of a stage made by torch.compile",
-        why="the compiled backward recomputes activations from the weights that it reads; in this "
-        "mode they differ from those of its forward",
-        fix="do not compile the stage, or use a mode whose backward reads its forward's weights: "
-        + ", ".join(n for n in list_unflushed_modes() if MODES[n].backward == "forward"),
-    )
+def _skip() -> None:
+    """Do nothing: the gradients are not all finite."""
