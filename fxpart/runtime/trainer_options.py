@@ -43,7 +43,9 @@ class _Limit(NamedTuple):
 
 # The options that not every kind of trainer has.
 _LIMITS = {
-    "compile_stages": _Limit(("synchronous",), "compiled stages", "use compile_stages=False"),
+    "compile_stages": _Limit(
+        ("synchronous", "asynchronous"), "compiled stages", "use compile_stages=False"
+    ),
     "cuda_graphs": _Limit(("synchronous",), "CUDA graphs", "use cuda_graphs=False"),
     "ema": _Limit(("synchronous",), "a moving average of the weights", "omit ema="),
     "log_grad_norm": _Limit(("synchronous", "asynchronous"), "log_grad_norm=", "omit it"),
@@ -293,6 +295,9 @@ def _find_unflushed_reasons(spec: ProgramSpec, options: TrainerOptions) -> Itera
         yield "replicated stages with round-robin routing", 'use mesh="dp=2"'
     if sharding is not None and sharding.zero:
         yield "a sharded optimizer (ZeRO)", "use zero=0"
+    if options.compile_stages and options.mode.backward != "forward":
+        why = "compiled stages: their backward may recompute activations, with other weights than "
+        yield f"{why}those of their forward", "use compile_stages=False or weights=stash"
     cut = sharding is not None and any("S(" in s.placements for s in sharding.state.values())
     if cut and (options.clip_norm is not None or options.log_grad_norm):
         yield "gradient norms of sharded parameters", "use clip_value="

@@ -53,6 +53,22 @@ def test_the_numbers_of_eager_with_random_ops() -> None:
     assert report is not None and not report.breaks and report.graphs == report.regions
 
 
+@pytest.mark.parametrize("mode", ["stash", "spectrain-v2"])
+def test_the_numbers_of_eager_without_flushes(mode: str) -> None:
+    """Where a backward reads what its forward read, though updates have come between them."""
+    found = []
+    for backend in (False, "aot_eager"):
+        trainer = program(0.1).trainer("sgd", weight_mode=mode, compile_stages=backend)
+        losses = [trainer.step(words(8)) for _ in range(6)] + trainer.drain()
+        report = trainer.report()
+        found.append(([None if x is None else float(x) for x in losses], trainer.state_dict()))
+        trainer.close()
+    assert report[0].staleness == 1 and report[0].copies > 1
+    (losses, state), (mine, compiled) = found
+    assert mine == losses
+    assert all(torch.equal(compiled[name], tensor) for name, tensor in state.items())
+
+
 # Constraints, and the distinct regions of all stages.
 KINDS = {
     "plain": ({"stages": 2}, 3),  # a layer; the model before and after the layers

@@ -35,7 +35,7 @@ Call = Callable[..., tuple[torch.Tensor, ...]]
 
 class ForwardWeights(Protocol):
     """Access to the weights of the forward; see
-    :class:`fxpart.runtime.weights.forward_recomputation.ForwardRecomputation`.
+    :class:`fxpart.runtime.weights.saved_tensor_hooks.ForwardRecomputation`.
     """
 
     def forward_weights(self) -> AbstractContextManager[Callable[[torch.Tensor], Any] | None]:

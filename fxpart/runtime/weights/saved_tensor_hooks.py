@@ -16,6 +16,8 @@ import torch
 
 from fxpart.compat import get_write_count, view_base
 from fxpart.errors import FxpartError, error
+from fxpart.runtime.weights.parameter_swap import swap_parameter_data
+from fxpart.runtime.weights.weight_stash import Tensors
 from fxpart.schedule.weight_modes import FLUSH
 
 
@@ -216,3 +218,42 @@ class SavedWeightHooks:
             "place after the forward used it",
             fix=f"do not modify it in place, or train synchronously with weights={FLUSH!r}",
         )
+
+
+class ForwardRecomputation:
+    """Recomputation of a stage's forwards in their backwards, with the forwards' weights.
+
+    Used by :class:`~fxpart.runtime.executor.recompute.StageRecomputation`. Recomputed activations
+    must equal the original ones, so the parameters contain the forward's weights meanwhile. Tensors
+    that autograd saves there are packed by :class:`SavedWeightHooks`, so the backward reads its own
+    weights and the forward's activations, as without recomputation.
+    """
+
+    def __init__(self, saved: SavedWeightHooks, parameters: Sequence[torch.Tensor]) -> None:
+        """Create the context. parameters: have other weights in a forward than in its backward."""
+        self._saved = saved
+        self._parameters = parameters
+        self._microbatch = -1
+        self._tensors: Tensors | None = None
+
+    @contextmanager
+    def during(self, microbatch: int, tensors: Tensors | None) -> Iterator[None]:
+        """Enter for a backward. tensors: weights of its forward, or None if equal."""
+        self._microbatch, self._tensors = microbatch, tensors
+        try:
+            yield
+        finally:
+            self._microbatch, self._tensors = -1, None
+
+    @contextmanager
+    def forward_weights(self) -> Iterator[Callable[[torch.Tensor], Any] | None]:
+        """Enter for a recomputed forward; yield the function that packs saved tensors, or None."""
+        if self._tensors is None:
+            yield None
+            return
+        with swap_parameter_data(self._parameters, self._tensors):
+            yield self._saved.packing()
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return a saved tensor as the current backward reads it."""
+        return self._saved.unpack(packed, self._microbatch)

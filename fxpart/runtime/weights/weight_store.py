@@ -23,8 +23,7 @@ from fxpart.runtime.weight_prediction import (
     Predictor,
     make_predictor,
 )
-from fxpart.runtime.weights.forward_recomputation import ForwardRecomputation
-from fxpart.runtime.weights.saved_tensor_hooks import SavedWeightHooks
+from fxpart.runtime.weights.saved_tensor_hooks import ForwardRecomputation, SavedWeightHooks
 from fxpart.runtime.weights.weight_stash import WeightStash
 from fxpart.runtime.weights.weight_update import PredictionCheck
 from fxpart.schedule.weight_modes import WeightMode

@@ -219,7 +219,7 @@ def test_what_a_stream_refuses() -> None:
         lambda: trainer.fit([batch()], accumulate=2),
         lambda: trainer.fit([batch()], scheduler=torch.optim.lr_scheduler.ConstantLR),
         lambda: stream(clip="global"), lambda: stream(warm_up=-1), lambda: stream(weights="none"),
-        lambda: stream(optimizer="sgd", compile_stages=True),
+        lambda: stream(weights="naive", compile_stages=True),
     ]  # fmt: skip
     for call in refused:
         with pytest.raises(FxpartError, match="FXP109"):
