@@ -70,6 +70,7 @@ class FitLoop:
         self.guard: NonFiniteGuard | None = None
         self._batches = batches
         self._kept = None if run.kept is None else RunSession(self, run.kept)
+        self._is_handed_over = False  # The pipeline steps the scheduler.
         self._calls = UserCalls(trainer)
         self._updates: dict[int, tuple[PendingUpdate, float]] = {}  # By call, with its weight.
         self._pending: deque[PendingUpdate] = deque()
@@ -86,6 +87,7 @@ class FitLoop:
         try:
             agree(self.transport, "the arguments of fit", lambda: (True, self.run.describe()))
             self.scheduler = self._make_scheduler(self.run.scheduler)
+            self._hand_over_scheduler()
             if self._kept is not None:
                 self._kept.begin()
             self._notify("start")
@@ -109,6 +111,8 @@ class FitLoop:
             raise
         finally:
             self.trainer.pace.forget(self._notify_straggler)
+            if self._is_handed_over:
+                self.trainer.pipeline.use_scheduler(None)
             if self._notify_fallback in self.trainer.pipeline.listeners:
                 self.trainer.pipeline.listeners.remove(self._notify_fallback)
             if self.guard is not None:
@@ -331,7 +335,7 @@ class FitLoop:
         run = self.run
         self.settle()
         self.values = self.trainer.evaluate(self._data(run.evaluate), run.metrics, local=run.local)
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if self._waits_for_values:
             self.scheduler.step(next(iter(self.values.values())))
         self._notify("evaluation", values=self.values)
         self._reports.start_clock()
@@ -359,10 +363,21 @@ class FitLoop:
 
         return agree(self.transport, "the scheduler", check)
 
+    def _hand_over_scheduler(self) -> None:
+        """Let stages that update on their own step a scheduler of every update."""
+        stepped = self.scheduler is not None and not self._waits_for_values
+        if stepped and self.run.scheduler_every == "step":
+            self._is_handed_over = self.trainer.pipeline.use_scheduler(self.scheduler)
+
+    @property
+    def _waits_for_values(self) -> bool:
+        """Whether the scheduler is stepped with the values of evaluations."""
+        return isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
     def _schedule(self) -> None:
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-        if self.scheduler is not None and not isinstance(self.scheduler, plateau):
-            self.guarded("the scheduler", self.scheduler.step)
+        if self.scheduler is None or self._waits_for_values or self._is_handed_over:
+            return
+        self.guarded("the scheduler", self.scheduler.step)
 
     def _get_learning_rates(self) -> tuple[float, ...]:
         groups = [] if self.trainer.optimizer is None else self.trainer.optimizer.param_groups

@@ -99,12 +99,6 @@ class FitOptions:
                 "each stage updates by itself, and skips non-finite gradients",
                 'use "warn" or "skip"',
             )
-        elif self.scheduler is not None:
-            problem = (
-                "scheduler=",
-                "each stage has its own optimizer and steps its own learning-rate scheduler",
-                "pass program.trainer(..., scheduler=make_scheduler)",
-            )
         if problem is not None:
             where, why, fix = problem
             raise error("FXP109", where=f"fit({where})", why=why, fix=fix)

@@ -137,6 +137,13 @@ class Pipeline(ABC):
     def reload_options(self) -> None:
         """Use the options that were loaded into the optimizers from now on."""
 
+    def use_scheduler(self, scheduler: Any) -> bool:
+        """Step a scheduler at every update from now on; return False if the caller has to.
+
+        scheduler: None ends that.
+        """
+        return False
+
     def skip_update(self) -> None:
         """Count an update whose gradients were discarded."""
         raise AssertionError("stages skip their own updates")

@@ -74,6 +74,16 @@ class UnflushedPipeline(Pipeline):
             if weights.options is not None:
                 weights.options.reload()
 
+    def use_scheduler(self, scheduler: Any) -> bool:
+        """Step a scheduler at every submitted update, so that predictions know its coming rates."""
+        if scheduler is not None and self.update_options.scheduler is not None:
+            raise error(
+                "FXP109", where="fit(scheduler=)", why="the trainer has a scheduler already",
+                fix="pass it to fit or to program.trainer, not to both",
+            )  # fmt: skip
+        self.update_options.use_scheduler(scheduler)
+        return True
+
     def capture(self) -> dict[str, Any]:
         """Return plain data for a checkpoint, equal on every rank."""
         scheduler = self.update_options.scheduler

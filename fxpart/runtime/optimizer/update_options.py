@@ -46,11 +46,18 @@ class UpdateOptions:
         self._seen = copy_options(source)
         self._changes: list[tuple[int, list[Options]]] = []  # (First update, changed options).
         self._first = 0  # Index of the first change; older ones are applied everywhere.
-        self.scheduler = None if make_scheduler is None else make_scheduler(source)
-        if self.scheduler is not None and not has_argument_free_step(self.scheduler):
-            raise _needs_argument(self.scheduler)
-        self._coming = FutureOptions(source, self.scheduler)
+        self.scheduler: LRScheduler | None = None
+        self._coming = FutureOptions(source, None)
+        if make_scheduler is not None:
+            self.use_scheduler(make_scheduler(source))
         self._submitted = -1  # The newest submitted update.
+
+    def use_scheduler(self, scheduler: LRScheduler | None) -> None:
+        """Step this scheduler of ``source`` from now on; FXP115 if its step needs an argument."""
+        if scheduler is not None and not has_argument_free_step(scheduler):
+            raise _needs_argument(scheduler)
+        self.scheduler = scheduler
+        self._coming = FutureOptions(self.source, scheduler)
 
     def submit(self, update: int, done: int) -> None:
         """Record that the minibatch of this update is submitted.

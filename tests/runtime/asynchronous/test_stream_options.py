@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from stream_programs import SGD, make
 from torch.optim import lr_scheduler
 
 from fxpart.errors import FxpartError
-from fxpart.runtime import InProcess, Trainer
+from fxpart.runtime import Checkpoints, InProcess, Trainer
 
 CUTS = {2: (2, 2), 3: (1, 1, 2), 4: (1, 1, 1, 1)}
 STEPS = 9
@@ -103,6 +104,42 @@ def test_a_loop_is_the_scheduler_option(mode: str, name: str) -> None:
     constant = stream(weights=mode, microbatches=count)
     run(constant)
     assert bits(own.state_dict()) != bits(constant.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stash", "spectrain", "lookahead"])
+@pytest.mark.parametrize("name", ["lambda", "cycle"])
+def test_the_scheduler_of_fit_is_the_scheduler_option(mode: str, name: str, tmp_path: Path) -> None:
+    """The same bits, also where predictions know its coming rates and the run was resumed."""
+    data = [batch(seed=call) for call in range(STEPS)]
+    given = stream(weights=mode, microbatches=1, scheduler=SCHEDULES[name])
+    given.fit(data)
+    expected = bits(given.state_dict())
+    shown: list[tuple[float, ...]] = []
+    whole = stream(weights=mode, microbatches=1)
+    whole.fit(data, scheduler=SCHEDULES[name], callbacks=[lambda info: shown.append(info.lr)])
+    assert bits(whole.state_dict()) == expected
+    assert shown == [(rate,) for rate in plain_options(SCHEDULES[name], "lr")]
+    for steps in (4, STEPS):
+        part = stream(weights=mode, microbatches=1)
+        kept = Checkpoints(tmp_path, every=2)
+        part.fit(data, scheduler=SCHEDULES[name], steps=steps, checkpoints=kept)
+    if mode != "spectrain":  # A save flushes the pipeline, which changes what later forwards miss.
+        assert part.updates == STEPS
+    assert part.optimizer is not None
+    assert part.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+    with pytest.raises(FxpartError, match="has a scheduler already"):
+        given.fit(data, scheduler=SCHEDULES[name])
+
+
+def test_schedulers_of_epochs_and_of_evaluations() -> None:
+    """fit steps them itself, between two calls."""
+    trainer = stream(microbatches=1)
+    rates = watched(trainer)
+    data = [batch(seed=call) for call in range(3)]
+    made = partial(lr_scheduler.ExponentialLR, gamma=0.5)
+    trainer.fit(data, epochs=3, scheduler=made, scheduler_every="epoch")
+    assert rates == [[0.1 * 0.5**epoch for epoch in range(3) for _ in data]] * 4
 
 
 @pytest.mark.parametrize("mode", ["lookahead", "spectrain"])

@@ -217,7 +217,7 @@ def test_what_a_stream_refuses() -> None:
     refused: list[Any] = [
         lambda: trainer.step(batch(), accumulate=True), trainer.gradients, trainer.record,
         lambda: trainer.fit([batch()], accumulate=2),
-        lambda: trainer.fit([batch()], scheduler=torch.optim.lr_scheduler.ConstantLR),
+        lambda: trainer.fit([batch()], nonfinite="stop"),
         lambda: stream(clip="global"), lambda: stream(warm_up=-1), lambda: stream(weights="none"),
         lambda: stream(weights="naive", compile_stages=True),
     ]  # fmt: skip
