@@ -193,6 +193,7 @@ class Trainer(Inference):
                 why="the trainer was created without a moving average of the weights",
                 fix="pass its decay: program.trainer(..., ema=0.999)",
             )
+        self.pipeline.settle()
         self._agree_on_call(f"ema_state_dict {first_only}")
         saved = dict(self._state.saved())
         fixed = {name: entry.owned() for name, entry in saved.items() if not entry.trainable}

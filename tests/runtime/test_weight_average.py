@@ -123,6 +123,36 @@ def test_over_gloo(layout: str, pool: Pool, tmp_path: Path) -> None:
     pool.run(run, LAYOUTS[layout], str(tmp_path / "other"), str(tmp_path))
 
 
+def test_of_stages_that_update_alone(tmp_path: Path) -> None:
+    """Flushed at each update as torch's; else the average of every stage's weights in turn."""
+    flushed = make_trainer(LAYOUTS["pipeline"], weight_mode="flush")
+    for step in range(3):
+        flushed.step(batch(step))
+    check(flushed.ema_state_dict(), 3)
+    trainer = make_trainer(LAYOUTS["pipeline"], weight_mode="stash")
+    expected: dict[str, torch.Tensor] = {}
+
+    def follow(stage: int) -> None:
+        for name, entry in trainer._state.entries.items():
+            if entry.trainable and entry.spec.owner == stage:
+                weight = entry.copies[stage, 0].detach().clone()
+                mean = expected.get(name)
+                expected[name] = weight if mean is None else DECAY * mean + (1 - DECAY) * weight
+
+    for (stage, _), weights in trainer.pipeline.stage_weights.items():
+        weights.listeners.append(lambda updates, stage=stage: follow(stage))
+    for step in range(6):
+        trainer.step(batch(step))
+    found = trainer.ema_state_dict()
+    assert trainer.updates == 6 and len(expected) == 5
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, atol=1e-6), name
+    trainer.save_checkpoint(tmp_path)
+    other = make_trainer(LAYOUTS["pipeline"], weight_mode="stash")
+    other.load_checkpoint(tmp_path)
+    assert all(torch.equal(t, other.ema_state_dict()[name]) for name, t in found.items())
+
+
 def test_a_rejected_update_is_not_averaged() -> None:
     trainer = make_trainer(LAYOUTS["one rank"])
     trainer.step(batch(0))

@@ -12,6 +12,7 @@ from torch import nn
 from fxpart.runtime.embedding_tables import get_gradient_values
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
+from fxpart.runtime.optimizer.weight_average import WeightAverage
 from fxpart.runtime.trainer_options import Clip
 from fxpart.runtime.weights import StageWeights
 
@@ -49,17 +50,19 @@ class StageUpdater:
         clipping: StageClipOptions,
         *,
         norms: bool,
+        average: WeightAverage | None = None,
     ) -> None:
         """Create an updater.
 
         mesh_rank: mesh rank with this stage's module only. parameters: owned by the stage, in model
-        order. norms: compute norms even without clipping.
+        order. norms: compute norms even without clipping. average: continued by every update.
         """
         self._mesh_rank = mesh_rank
         self._shards = shards
         self._weights = weights
         self._parameters = list(parameters)
         self._clipping = clipping
+        self._average = average
         self._norms = norms or clipping.norm is not None
         self._backward_hooks = shards.hooks(mesh_rank.index)
         self.square = 0.0
@@ -95,6 +98,8 @@ class StageUpdater:
     def step(self) -> None:
         """Step the optimizer and clear the gradients."""
         self.skipped = not self._weights.update()
+        if self._average is not None and not self.skipped:
+            self._average.update(self._parameters)
         self.clear()
 
     def _clip(self) -> None:

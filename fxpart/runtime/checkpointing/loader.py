@@ -245,7 +245,7 @@ class _CheckpointLoader:
         average = self._trainer.average
         if average is None:
             return
-        average.started = any(key.startswith("ema/") for key in self._manifest.tensors)
+        average.start(started=any(key.startswith("ema/") for key in self._manifest.tensors))
         if average.started:
             with torch.no_grad():
                 for key, (_, value) in average.get_averages().items():

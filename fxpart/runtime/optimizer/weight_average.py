@@ -7,6 +7,8 @@ each rank averages its shards, so an update needs no communication.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
@@ -16,29 +18,39 @@ SLOT = "average"
 
 
 class WeightAverage:
-    """The averages of the trained parameters: of each element in one rank, as checkpoints have it.
-
-    started: whether an update has been averaged.
-    """
+    """The averages of the trained parameters: of each element in one rank, as checkpoints have it."""
 
     def __init__(self, state: ModelState, shards: OptimizerShards, decay: float) -> None:
         """decay: the share of the previous average. Of a tied parameter the owner has it."""
         self._state, self._shards, self._decay = state, shards, decay
-        self.started = False
+        self._started: set[int] = set()  # Weights with an averaged update.
         self._averages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for name in state.trainable():
             for weight in self._get_weights(name).values():
                 self._averages[id(weight)] = weight, torch.empty_like(weight, requires_grad=False)
 
+    @property
+    def started(self) -> bool:
+        """Whether an update has been averaged, between two calls."""
+        return bool(self._started)
+
+    def start(self, *, started: bool) -> None:
+        """Continue with the present averages, or anew."""
+        self._started = set(self._averages) if started else set()
+
     @torch.no_grad()
-    def update(self) -> None:
-        """Average the present weights."""
-        for weight, average in self._averages.values():
-            if self.started:
+    def update(self, weights: Iterable[torch.Tensor] | None = None) -> None:
+        """Average the present weights: those that were updated, by default all."""
+        updated = self._averages if weights is None else map(id, weights)
+        for key in updated:
+            if key not in self._averages:
+                continue  # Another mesh rank of this process averages it.
+            weight, average = self._averages[key]
+            if key in self._started:
                 average.lerp_(weight, 1.0 - self._decay)
             else:
                 average.copy_(weight)
-        self.started = True
+                self._started.add(key)
 
     def get_averages(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return each weight, as the optimizer has it, with its average, by the weight's id."""
