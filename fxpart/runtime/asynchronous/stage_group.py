@@ -189,7 +189,8 @@ def build_stages(
             updates[place] = StageUpdater(
                 MeshRank(mesh_rank.index, mesh_rank.spec, {stage: module}),
                 trainer._shards, weights[place],
-                [p for _, p in mine[place]], clipping, norms=options.log_grad_norm, average=trainer.average,
+                [p for _, p in mine[place]], clipping,
+                norms=options.log_grad_norm, average=trainer.average,
             )  # fmt: skip
     stages = AsyncStageGroup(
         trainer._mesh_ranks, trainer._ranks, trainer._transport, trainer._devices, layout,

@@ -18,7 +18,7 @@ SLOT = "average"
 
 
 class WeightAverage:
-    """The averages of the trained parameters: of each element in one rank, as checkpoints have it."""
+    """The averages of the trained parameters: of each element in one rank, as in checkpoints."""
 
     def __init__(self, state: ModelState, shards: OptimizerShards, decay: float) -> None:
         """decay: the share of the previous average. Of a tied parameter the owner has it."""
