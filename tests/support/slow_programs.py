@@ -49,10 +49,7 @@ def _trainer(ranks: int, weights: str, lasts: Callable[[Any], float]) -> Iterato
 
     for module in trainer._mesh_ranks[0].modules.values():
         module.forward = lasting(module.forward)
-    with (
-        patch("fxpart.runtime.executor.executor.monotonic_ns", clock),
-        patch("fxpart.runtime.asynchronous.stage_runner.monotonic_ns", clock),
-    ):
+    with patch("fxpart.runtime.executor.executor.monotonic_ns", clock):
         yield trainer
         trainer.close()
 

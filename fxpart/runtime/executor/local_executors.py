@@ -103,9 +103,9 @@ class LocalExecutors:
             if executor.halted:
                 self.leave(mesh_rank, "a stage of this mesh rank has failed")
 
-        for executor in executors:
-            leave_if_halted(executor)
         runs = {executor: begin(mesh_rank, executor) for executor in executors}
+        for executor in executors:
+            leave_if_halted(executor)  # Since an earlier call, of an asynchronous pipeline.
         stuck = run_cooperatively(runs, lambda each: each.position, after=leave_if_halted)
         if stuck:
             self.broken = "no rank can make progress"

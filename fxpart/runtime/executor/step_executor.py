@@ -14,7 +14,7 @@ from fxpart.runtime.executor.instruction import BackwardHooks, Instruction, Step
 from fxpart.runtime.executor.rank_instructions import RankInstructions
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.runtime.transport.interface import Transport
-from fxpart.schedule.action import ActionKind, Schedule
+from fxpart.schedule.action import Action, ActionKind, Schedule
 
 
 class StepExecutor(RankInstructions):
@@ -63,7 +63,7 @@ class StepExecutor(RankInstructions):
             and not any(True for _ in modules[self._instructions[0].action.stage].buffers())
             and (threads or "mesh" not in vars(modules[self._instructions[0].action.stage]))
         )
-        self._last = self._prepare_late_gradients() if self._late_arrivals else None
+        self._last = self._prepare_late_gradients()
 
     def wrap(self, hooks: Callable[[Instruction], Instruction] | None) -> None:
         """Replace each instruction by ``around(instruction)`` from the next step on; None: undo."""
@@ -93,11 +93,10 @@ class StepExecutor(RankInstructions):
             yield instruction
         if len(self._instructions) <= self._alone:
             gate()
-        if self._last is not None:
-            yield self._last
+        yield self._last
 
     def _prepare_late_gradients(self) -> Instruction:
-        """Complete gradients of tied parameters whose last parts arrive after all actions."""
+        """Complete gradients of tied parameters, with parts that arrive after all actions."""
         arrivals = tuple(self._late_arrivals)
         drops = [partial(inbox.drop, index) for inbox, index, _ in arrivals]
 
@@ -109,8 +108,12 @@ class StepExecutor(RankInstructions):
             self._tied_gradients.add_late_sums()
             communicate()
 
-        mark = self.events.mark("tied gradients", "wait", peer=arrivals[0][0].source)
-        return Instruction(self._prepared[-1].action, arrivals, do, communicate, mark)
+        mark = None
+        if arrivals:
+            mark = self.events.mark("tied gradients", "wait", peer=arrivals[0][0].source)
+        last = self._prepared[-1].action if self._prepared else self.doing
+        action = Action(last.stage, ActionKind.REDUCE, last.microbatch)
+        return Instruction(action, arrivals, do, communicate, mark)
 
     def finish(self) -> None:
         """Wait for the last sends; call it when all ranks have received their messages."""
