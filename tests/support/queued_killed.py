@@ -55,7 +55,7 @@ def main(folder: Path, answer: Path) -> None:
     state = {name: value.tolist() for name, value in trainer.state_dict().items()}
     copies = [(each.stage, each.updates) for each in trainer.report()]
     if trainer.rank == 0:
-        found = {"losses": losses, "state": state, "copies": copies, "lost": trainer.lost}
+        found = {"losses": losses, "state": state, "copies": copies, "lost": trainer.pipeline.lost}
         answer.write_text(json.dumps(found))
     trainer.close()
 

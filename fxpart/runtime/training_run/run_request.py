@@ -94,8 +94,8 @@ def _groups(fit: FitLoop) -> list[Options]:
 
 def _describe_scheduler(fit: FitLoop) -> Options:
     """Return the class and the settings of the scheduler; empty without one."""
-    update_options = getattr(fit.trainer, "update_options", None)
-    scheduler = fit.scheduler or getattr(update_options, "scheduler", None)
+    update_options = fit.trainer.pipeline.update_options
+    scheduler = fit.scheduler or (None if update_options is None else update_options.scheduler)
     if scheduler is None:
         return {}
     state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}

@@ -161,3 +161,17 @@ def test_a_run_that_saves_itself_counts_alike(tmp_path: Path) -> None:
     steps = [Checkpoint.open(next(tmp_path.rglob(name))).manifest for name in names]
     assert steps and all(m.step == m.values["trainer/updates"] for m in steps)
     assert max(m.step for m in steps) == 7
+
+
+@pytest.mark.parametrize("where", ["the trainer", "fit"])
+def test_a_run_resumed_with_another_schedule_is_refused(where: str, tmp_path: Path) -> None:
+    for gamma in (0.5, 0.4):
+        schedule = partial(lr_scheduler.ExponentialLR, gamma=gamma)
+        trainer = stream(2, **({"scheduler": schedule} if where == "the trainer" else {}))
+        run = {"scheduler": schedule} if where == "fit" else {}
+        data = [batch(seed=seed) for seed in range(4)]
+        if gamma == 0.5:
+            trainer.fit(data, steps=2, checkpoints=tmp_path, **run)
+            continue
+        with pytest.raises(FxpartError, match="scheduler gamma 0.4 instead of 0.5"):
+            trainer.fit(data, checkpoints=tmp_path, **run)
