@@ -70,6 +70,7 @@ _CASES = (
     r"test_stream_ranks\.py::test_every_mode_has_the_emulators_bits\[(4-mlp|2-gpt|4-gpt)\]",
     r"training_run/test_one_writer\.py::test_commands_started_together",
     r"test_soak\.py::test_a_planted_leak_is_found\[(threads|descriptors)\]",
+    r"emulator/test_traces\.py::test_the_emulator_follows\[\S+-[28]\]",
     r"emulator/test_modes\.py::test_gpt\[\S+-[23]-\d-",
     r"emulator/test_modes\.py::test_mlp\[\S+-3-\d-",
     r"emulator/test_modes\.py::test_(nadam|double)\w+\[gpt-[23]-",
