@@ -18,12 +18,12 @@ from fxpart.runtime.asynchronous.stage_report import StageReport, gather_stage_r
 from fxpart.runtime.asynchronous.unflushed_pipeline import UnflushedPipeline
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.engine import find_used_inputs, resolve_schedule
-from fxpart.runtime.executor.instruction import StageFailure
+from fxpart.runtime.executor.instruction import StageFailure, StepInput
 from fxpart.runtime.mesh.mesh_ranks import get_pipeline_ranks
 from fxpart.runtime.queues.fault_tolerant_transport import FaultTolerantTransport
 from fxpart.runtime.queues.messenger import InMemoryMessenger, ReplicaMessenger
 from fxpart.runtime.queues.options import get_staleness_by_group
-from fxpart.runtime.queues.worker import ReplicaMinibatch, ReplicaWorker
+from fxpart.runtime.queues.worker import ReplicaWorker
 from fxpart.runtime.queues.worker_factory import make_worker
 from fxpart.runtime.transport.agreement import AllRanksError, convert_transport_errors
 from fxpart.schedule.queues.dispatcher import Dispatcher
@@ -337,12 +337,12 @@ class QueuePipeline(UnflushedPipeline):
     def _note_weights(self) -> None:
         self.weights = {(stage, 0): worker.weights for stage, worker in self._workers.items()}
 
-    def _batch(self, stage: int, cut: MicrobatchSplit) -> ReplicaMinibatch:
+    def _batch(self, stage: int, cut: MicrobatchSplit) -> StepInput:
         trainer = self._trainer
         rank = trainer._ranks[stage][0]
         names = find_used_inputs(trainer._mesh_ranks, trainer._ranks, rank)
         inputs = cut.taken(names, trainer._devices[rank])
-        return ReplicaMinibatch(inputs, cut.weights, trainer._keys(cut))
+        return StepInput(inputs, cut.sizes, cut.weights, trainer._keys(cut))
 
 
 def _to_rows(problems: list[Problem]) -> tuple[tuple[str, str, str, str], ...]:

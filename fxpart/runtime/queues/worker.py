@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, singledispatchmethod
 
@@ -21,7 +21,7 @@ from fxpart.program.edges import ValueEdge
 from fxpart.program.replica_groups import ReplicaGroupGraph
 from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.executor import Executor
-from fxpart.runtime.executor.instruction import Instruction
+from fxpart.runtime.executor.instruction import Instruction, StepInput
 from fxpart.runtime.executor.stage_microbatch import BackwardRoots, StageMicrobatch
 from fxpart.runtime.executor.stage_signature import StageSignature
 from fxpart.runtime.queues.replica_gradients import (
@@ -59,15 +59,6 @@ class MicrobatchValues(DispatcherMessage, frozen=True):
     minibatch: int
     microbatch: int
     group: int
-
-
-@dataclass(frozen=True)
-class ReplicaMinibatch:
-    """A minibatch in one replica: by microbatch its inputs, loss weight and random key."""
-
-    inputs: Sequence[dict[str, torch.Tensor]]
-    weights: Sequence[float]
-    keys: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -121,7 +112,7 @@ class ReplicaWorker(Executor):
         self._backward_out = layout.into(copy, back=True)
         self._backward_in = layout.out(copy, back=True)
         self._ties = layout.ties(copy)
-        self._batches: dict[int, ReplicaMinibatch] = {}
+        self._batches: dict[int, StepInput] = {}
         self._orders: list[ForwardOrder | BackwardOrder] = []
         self._values: dict[tuple[bool, int, int, int], Tensors] = {}
         self._results: dict[tuple[bool, int, int, int], Tensors] = {}
@@ -133,7 +124,7 @@ class ReplicaWorker(Executor):
         self._gathered: dict[tuple[int, int], dict[int, Letter]] = {}
         self._totals: dict[int, list[torch.Tensor | None]] = {}
 
-    def begin(self, minibatch: int, batch: ReplicaMinibatch, text: str, asks: int = 0) -> None:
+    def begin(self, minibatch: int, batch: StepInput, text: str, asks: int = 0) -> None:
         """Begin a minibatch whose inputs are here.
 
         text: must be equal on all ranks. asks: request bits
