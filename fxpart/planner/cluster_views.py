@@ -23,6 +23,7 @@ from fxpart.pricing.joint_space import SMALL
 from fxpart.pricing.topology import pools_of
 
 _LARGEST = 64  # devices up to which a cluster has views
+_AMPLE = 1 << 60  # bytes of memory that are no limit
 _POOLS = 4  # pools up to which the fastest of them have views of their own
 
 
@@ -97,6 +98,42 @@ def _with_equal_links(view: UniformView) -> UniformView:
     devices = tuple(msgspec.structs.replace(device, host="") for device in cluster.devices)
     made = msgspec.structs.replace(cluster, devices=devices, links=(link,), hosts=msgspec.UNSET)
     return UniformView(made, view.devices)
+
+
+def make_ideal_cluster(cluster: Cluster, *, ample: bool = False) -> Cluster:
+    """Return the cluster with all devices and links as good as the best of each of their rates.
+
+    ample: with more memory than any plan needs.
+    """
+    best = min(cluster.devices, key=_speed)
+    names = {name for device in cluster.devices for name in device.flops}
+    fields = {
+        "flops": {n: max(d.flops.get(n, 0.0) for d in cluster.devices) for n in sorted(names)},
+        "bandwidth": max(device.bandwidth for device in cluster.devices),
+        "memory": _AMPLE if ample else max(device.memory for device in cluster.devices),
+        "launch": min(device.launch for device in cluster.devices),
+    }
+    links = _list_links(cluster)
+    link = msgspec.structs.replace(
+        links[0],
+        source=ANY,
+        target=ANY,
+        latency=min(each.latency for each in links),
+        bandwidth=max(each.bandwidth for each in links),
+        shared=msgspec.UNSET,
+        segment=msgspec.UNSET,
+        curve=msgspec.UNSET,
+    )
+    devices = tuple(
+        msgspec.structs.replace(best, name=device.name, host="", **fields)
+        for device in cluster.devices
+    )
+    return msgspec.structs.replace(cluster, devices=devices, links=(link,), hosts=msgspec.UNSET)
+
+
+def has_curves(cluster: Cluster) -> bool:
+    """Return whether a link or a collective has measured times beside latency and bandwidth."""
+    return bool(cluster.collectives) or any(link.curve for link in cluster.links)
 
 
 def has_equal_links(cluster: Cluster) -> bool:

@@ -48,6 +48,7 @@ from fxpart.solver.stage_graph.stage_partition import (
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
+    from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
 
 
 class KnownPlacementsError(Exception):
@@ -55,12 +56,15 @@ class KnownPlacementsError(Exception):
 
 
 class SlowerThanIncumbentError(Exception):
-    """The best plan of a mesh is not faster than one that is known. seconds: its step time."""
+    """The best plan of a mesh is not faster than one that is known.
 
-    def __init__(self, seconds: float) -> None:
-        """Keep the step time."""
+    seconds: its step time. microbatches, stages: its numbers of these.
+    """
+
+    def __init__(self, seconds: float, microbatches: int = 1, stages: int = 1) -> None:
+        """Keep the step time and the numbers."""
         super().__init__(f"a step takes {seconds} s")
-        self.seconds = seconds
+        self.seconds, self.microbatches, self.stages = seconds, microbatches, stages
 
 
 def solve_exactly(
@@ -74,22 +78,24 @@ def solve_exactly(
     on_candidate: CandidateCallback | None = None,
     incumbent: float = inf,
     cache: ShardingCache | None = None,
-    tried: list[fx.GraphModule] | None = None,
+    tried: list[ShardedGraph] | None = None,
+    placed: ShardedGraph | None = None,
 ) -> tuple[Plan, GeneratedProgram]:
     """Price the graph (or one rank's part of it) on the request's mesh, choose cuts, and plan.
 
     on_candidate: called with every plan that is compared by simulation (with a profile). incumbent:
     seconds of a step that a plan must be below, where none is simulated. cache: of the graph's
-    shardings. tried: graphs with the placements of earlier attempts, to which this one is added.
-    Raises FXP105 where the ranks cannot share the batch, FXP2xx where nothing fits,
-    :class:`SlowerThanIncumbentError` where nothing is faster, and :class:`KnownPlacementsError`.
+    shardings. tried: sharded graphs of earlier attempts, to which this one is added. placed: with
+    placements to price, by default they are selected. Raises FXP105 where the ranks cannot share
+    the batch, FXP2xx where nothing fits, :class:`SlowerThanIncumbentError` where nothing is faster,
+    and :class:`KnownPlacementsError`.
     """
-    assignment, sharded = assignment or StageAssignment(), None
-    if request.sharded:
+    assignment, sharded = assignment or StageAssignment(), placed
+    if request.sharded and sharded is None:
         expected = _make_assumptions(request, microbatches, assignment, captured.batch_size)
         mine = replace(request, cluster=assignment.used(request.cluster, request.mesh.size))
         sharded = shard_graph(graph, captured, mine, annotations, expected, cache)
-        _check_placements(sharded.whole, tried)
+        _check_placements(sharded, tried)
     local = graph if sharded is None else sharded.local(0)
     sharing = None if sharded is None else StageParallelism.of(sharded)
     names = requested_schedules(request)
@@ -111,10 +117,8 @@ def solve_exactly(
     )
     problem = apply_constraints(problem, request, assignment.starts)
     problem, assignment = _in_best_order(problem, assignment, request)
-    answer = PricedMesh(
-        request, captured, graph, info, sharded, local, sharing, provenance, assignment,
-        on_candidate,
-    )  # fmt: skip
+    answer = PricedMesh(request, captured, graph, info, sharded, local, sharing, provenance,
+                        assignment, on_candidate)  # fmt: skip
     chains: list[StagePartition] = []
     family = find_family(MESH_FAMILIES, request)
 
@@ -133,11 +137,11 @@ def solve_exactly(
     return with_live_tensors(plan, problem, local, captured, sharing), parts
 
 
-def _check_placements(placed: fx.GraphModule, tried: list[fx.GraphModule] | None) -> None:
+def _check_placements(placed: ShardedGraph, tried: list[ShardedGraph] | None) -> None:
     """Add the placements to those that were tried; KnownPlacementsError if they were."""
     if tried is None:
         return
-    if any(placed is one for one in tried):
+    if any(placed.whole is one.whole for one in tried):
         raise KnownPlacementsError
     tried.append(placed)
 
@@ -203,9 +207,11 @@ def _stages(
 
 def _check_incumbent(stages: StagePartition, incumbent: float, request: PlanRequest) -> None:
     """Raise SlowerThanIncumbentError for a closed form that is not below the incumbent."""
-    seconds = stages.solution.objective
+    seconds, choice = stages.solution.objective, stages.solution.choice
     if seconds >= incumbent and not is_measured(request.cost_model, request.cluster):
-        raise SlowerThanIncumbentError(seconds)
+        assert choice is not None, "infeasible problems raise before"
+        count = stages.problem.variants[choice.variant].microbatches
+        raise SlowerThanIncumbentError(seconds, count, len(choice.starts))
 
 
 def apply_constraints(

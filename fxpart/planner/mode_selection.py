@@ -60,9 +60,10 @@ def select_mode(
             request,
         )
 
-    def of(constraints: Found) -> ModeSelection:
-        mine = _with_constraints(front, constraints)
-        return ModeSelection(find_best_plan(mine, microbatches, progress), mine.request)
+    def of(constraints: Found, **more: int | str) -> ModeSelection:
+        mine = _with_constraints(front, {**constraints, **more})
+        kept = replace(request, constraints=constraints)
+        return ModeSelection(find_best_plan(mine, microbatches, progress), kept)
 
     family = find_family(MODE_FAMILIES, request)
     if family is not None:
@@ -82,7 +83,8 @@ def select_mode(
                 request,
                 f"async, as requested; {describe_staleness(asynchronous_plan.result.plan)}",
             )
-        return _with_reason(of(as_synchronous(request.constraints)), request, f"sync: {_ONE}")
+        one_stage = of(as_synchronous(request.constraints), stages=1, copies="none")
+        return _with_reason(one_stage, request, f"sync: {_ONE}")
     return _select_faster(
         request,
         lambda: of(as_synchronous(request.constraints)),

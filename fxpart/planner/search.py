@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -20,13 +20,9 @@ from fxpart.planner.degree_proposal import MeshProposal
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.expert_parallelism import list_expert_choices
 from fxpart.planner.families import REPLICA_FAMILIES, find_family
-from fxpart.planner.group_orders import expand_assignments, is_unequal
-from fxpart.planner.mesh_plan import (
-    KnownPlacementsError,
-    SlowerThanIncumbentError,
-    find_even_count,
-    solve_exactly,
-)
+from fxpart.planner.group_orders import is_unequal
+from fxpart.planner.mesh_plan import SlowerThanIncumbentError
+from fxpart.planner.mesh_pricer import IdealPrice, MeshPricer
 from fxpart.planner.mesh_proposals import (
     SMALL_GRAPH,
     SourcedProposal,
@@ -38,16 +34,11 @@ from fxpart.planner.prepared_model import PreparedModel
 from fxpart.planner.priced_mesh import CandidateCallback
 from fxpart.planner.refinement import is_measured, plan_seconds
 from fxpart.planner.request import PlanRequest, with_mesh
-from fxpart.pricing.joint_space import microbatch_counts
 
 if TYPE_CHECKING:
-    from torch import fx
-
     from fxpart.solver.progress import Progress
 
 _TRIES = 8  # number of proposed meshes that are lowered and priced exactly, best first
-_TIGHT = 0.6  # fraction of a device's memory above which placements with less memory may be faster
-_OUT_OF_MEMORY = {"FXP204", "FXP205"}
 _REFINED = 3  # meshes whose devices are tried in every order, on unequal devices
 _LARGE = 2000  # ops of a graph for which only the best proposal is lowered
 # Proposals are tried up to this factor of the best plan's step time: estimates by single blocks are
@@ -55,7 +46,7 @@ _LARGE = 2000  # ops of a graph for which only the best proposal is lowered
 # they are tried up to what the factors of exact prices to estimates so far allow.
 _REACH = 1.4
 _SLACK = 1.005
-_NEAR = 1.25  # a mesh this much slower than a known plan is not tried with other placements
+_IDEAL_REACH = 40.0  # of the fastest mesh on an ideal cluster, beyond which none is priced there
 _UNEQUAL_REACH = 8.0  # on unequal links, whose worst the estimates assume, for small graphs
 _MEASURED_REACH = 1.5  # with a measured model, whose contention is not in the estimates
 
@@ -104,16 +95,33 @@ def _find_equal_stages(
     request = front.request
     if not request.open:
         return PlanSearchResult(*_price_fixed_mesh(front, microbatches, progress, on_candidate))
-    found: list[_Tried] = []
-    problems: list[Problem] = []
     with log_phase("search the parallel degrees", logging.DEBUG):
         proposals = propose_meshes(front, microbatches, progress)
+    pricer = MeshPricer(front, microbatches, on_candidate)
+    if pricer.has_ideal_prices():
+        found = _price_by_ideal(pricer, proposals)
+    else:
+        found = _price_by_estimate(pricer, proposals)
+    plan, parts, one = min(found, key=lambda priced: plan_seconds(priced[0], request.cost_model))
+    own = [each for each in proposals if each.source.view is None]
+    one = next((each for each in own if _key(each) == _key(one)), one)
+    return PlanSearchResult(with_proof(plan, one, proposals, found), parts, one.source.problem)
+
+
+def _price_by_estimate(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) -> list[_Tried]:
+    """Return the plans of proposals by rising estimate, as far as a better one is expected.
+
+    On small graphs and unequal devices, the best meshes are then priced for all assignments.
+    Raises FXP2xx where nothing fits.
+    """
+    front, request = pricer.front, pricer.front.request
+    found: list[_Tried] = []
+    problems: list[Problem] = []
     measured = is_measured(request.cost_model, request.cluster)
     step_time, reach = (_simulated, _MEASURED_REACH) if measured else (_closed, _REACH)
     small = front.info.nodes <= SMALL_GRAPH
     if small and is_unequal(request.cluster):
         reach = _UNEQUAL_REACH
-    pricer = _MeshPricer(front, microbatches, on_candidate)
     seconds: dict[SourcedProposal, float] = {}
 
     def attempt(one: SourcedProposal, every: bool) -> None:
@@ -142,10 +150,50 @@ def _find_equal_stages(
             attempt(one, every=True)
     if not found:
         raise FxpartError(problems)
-    plan, parts, one = min(found, key=lambda priced: plan_seconds(priced[0], request.cost_model))
-    own = [each for each in proposals if each.source.view is None]
-    one = next((each for each in own if _key(each) == _key(one)), one)
-    return PlanSearchResult(with_proof(plan, one, proposals, found), parts, one.source.problem)
+    return found
+
+
+def _price_by_ideal(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) -> list[_Tried]:
+    """Return the plans of meshes by rising step time on an ideal cluster, while that is better.
+
+    Raises FXP2xx where nothing fits.
+    """
+    request = pricer.front.request
+    groups: dict[tuple[str, int, bool], list[SourcedProposal]] = {}
+    for one in proposals:
+        groups.setdefault(_key(one), []).append(one)
+    problems: list[Problem] = []
+    prices: list[tuple[IdealPrice, PlanRequest, list[SourcedProposal]]] = []
+    for (mesh, zero, experts), members in groups.items():
+        fixed = with_mesh(request, mesh, zero, experts=experts)
+        known = min((price.seconds for price, *_ in prices), default=inf)
+        if known * _IDEAL_REACH <= members[0].mesh.expected_seconds:
+            break
+        try:
+            with log_phase(f"price {_describe(members[0].mesh)} ideally", logging.DEBUG):
+                prices.append(
+                    (pricer.price_ideal(fixed, members[0].assign(request)), fixed, members)
+                )
+        except FxpartError as fault:
+            problems += fault.problems
+    found: list[_Tried] = []
+    for price, fixed, members in sorted(prices, key=lambda each: each[0].seconds):
+        known = min(map(_closed, found), default=inf)
+        if price.seconds >= known:
+            break
+        assigned = [one.assign(request) for one in members]
+        try:
+            with log_phase(f"lower and price {_describe(members[0].mesh)}", logging.DEBUG):
+                made = pricer.price_unequal(fixed, assigned, price, known)
+        except SlowerThanIncumbentError:
+            continue
+        except FxpartError as fault:
+            problems += fault.problems
+        else:
+            found.append((*made, members[0]))
+    if not found:
+        raise FxpartError(problems)
+    return found
 
 
 def _compute_reach(seconds: Mapping[SourcedProposal, float]) -> float:
@@ -156,133 +204,6 @@ def _compute_reach(seconds: Mapping[SourcedProposal, float]) -> float:
     """
     factors = [exact / one.mesh.expected_seconds for one, exact in seconds.items()]
     return max(factors) / min(factors) ** 2
-
-
-@dataclass(frozen=True)
-class _MeshPricer:
-    """Prices meshes exactly. seen: the assignments of devices that were priced."""
-
-    front: PreparedModel
-    microbatches: int | None
-    on_candidate: CandidateCallback | None
-    seen: set[object] = field(default_factory=set)
-
-    def price(
-        self,
-        request: PlanRequest,
-        assignment: StageAssignment,
-        incumbent: float = inf,
-        every: bool = False,
-    ) -> tuple[Plan, GeneratedProgram]:
-        """Return the best plan on the request's mesh, for any assignment that may be best.
-
-        incumbent: the step time of a known plan, in seconds. every: as for
-        :func:`~fxpart.planner.group_orders.expand_assignments`. Raises FXP2xx where nothing fits,
-        and SlowerThanIncumbentError where nothing is faster.
-        """
-        best: tuple[Plan, GeneratedProgram] | None = None
-        problems: list[Problem] = []
-        slower: SlowerThanIncumbentError | None = None
-        for one in expand_assignments(request, assignment, every=every):
-            key = (str(request.mesh), request.zero, request.experts, one)
-            if key in self.seen:
-                slower = slower or SlowerThanIncumbentError(incumbent)
-                continue
-            self.seen.add(key)
-            try:
-                made = self._price_assignment(request, one, incumbent)
-            except SlowerThanIncumbentError as fault:
-                slower = fault
-            except FxpartError as fault:
-                problems += fault.problems
-            else:
-                seconds = plan_seconds(made[0], request.cost_model)
-                if best is None or seconds < incumbent:
-                    best, incumbent = made, seconds
-        if best is not None:
-            return best
-        raise slower or FxpartError(problems)
-
-    def _price_assignment(
-        self, request: PlanRequest, assignment: StageAssignment, incumbent: float
-    ) -> tuple[Plan, GeneratedProgram]:
-        """Return the best plan on the request's mesh and devices in one order.
-
-        Placements are selected for an assumed number of microbatches, then for that of the plan if
-        it differs. Where they do not fit, or fill most of a device's memory, they are selected for
-        more microbatches too, which need less memory at once. All of this as long as it helps.
-        Raises as :meth:`price`.
-        """
-        front, microbatches = self.front, self.microbatches
-        best: tuple[Plan, GeneratedProgram] | None = None
-        last: FxpartError | SlowerThanIncumbentError | None = None
-        tried: list[fx.GraphModule] = []
-        counts = _assumed_counts(front, request, assignment)
-        while counts:
-            assumed = counts.pop(0)
-            placed = assignment if assumed is None else replace(assignment, microbatches=assumed)
-            try:
-                made = solve_exactly(
-                    request, front.captured, front.graph, front.info, microbatches,
-                    front.annotations, placed, self.on_candidate, incumbent, front.shardings,
-                    tried,
-                )  # fmt: skip
-            except KnownPlacementsError:
-                if best is not None or isinstance(last, SlowerThanIncumbentError):
-                    break
-                continue
-            except SlowerThanIncumbentError as fault:
-                last = fault
-                if best is not None or fault.seconds > incumbent * _NEAR:
-                    break
-                continue
-            except FxpartError as fault:
-                if best is not None:
-                    break
-                if not {problem.code for problem in fault.problems} <= _OUT_OF_MEMORY:
-                    raise
-                last = last or fault
-                continue
-            model = request.cost_model
-            if best is not None and plan_seconds(made[0], model) >= plan_seconds(best[0], model):
-                break
-            best, incumbent = made, min(incumbent, plan_seconds(made[0], model))
-            if front.info.nodes > _LARGE:
-                break
-            if _memory_use(made[0]) < _TIGHT:
-                counts.clear()
-            found = made[0].microbatches
-            if found not in (assumed or assignment.microbatches or microbatches or 1, *counts[:1]):
-                counts.insert(0, found)
-        if best is None:
-            assert last is not None, "there is an assumed number"
-            raise last
-        return best
-
-
-def _assumed_counts(
-    front: PreparedModel, request: PlanRequest, assignment: StageAssignment
-) -> list[int | None]:
-    """Return the numbers of microbatches for which placements may be selected, ascending.
-
-    The first is the expected number; None leaves it open. Only that one where a stage is one rank,
-    so that nothing is placed. They are the same where the plan's own number is fixed.
-    """
-    if not request.sharded or not front.captured.symbolic:
-        return [None]
-    counts = microbatch_counts(front.captured.batch_size, request.stages[1])
-    rows = front.captured.batch_size // dict(request.mesh.axes).get("dp", 1)
-    first = find_even_count(rows, assignment.microbatches or 1)
-    more = dict.fromkeys(find_even_count(rows, count) for count in counts)
-    return [None, *(count for count in more if count > first)]
-
-
-def _memory_use(plan: Plan) -> float:
-    """Return the largest fraction of a memory limit that a rank's tensors need."""
-    return max(
-        (rank.tensors / rank.memory_limit if rank.memory_limit else 1.0)
-        for rank in plan.prediction.ranks
-    )
 
 
 def _price_fixed_mesh(
@@ -297,7 +218,7 @@ def _price_fixed_mesh(
     the mesh. Raises FXP109 for them on a mesh with axes other than dp and tp, which the joint
     problem does not have.
     """
-    request, pricer = front.request, _MeshPricer(front, microbatches, on_candidate)
+    request, pricer = front.request, MeshPricer(front, microbatches, on_candidate)
     if constrains_cuts(request.constraints):
         mesh = propose_meshes(front, microbatches, progress)[0].mesh
         best = mesh.choice
@@ -312,7 +233,11 @@ def _price_fixed_mesh(
         known = min((plan_seconds(plan, request.cost_model) for plan, _ in found), default=inf)
         part = replace(request, experts=experts)
         try:
-            found.append(pricer.price(part, StageAssignment(), known, every=every))
+            if pricer.has_ideal_prices():
+                price = pricer.price_ideal(part, StageAssignment(), ample=True)
+                found.append(pricer.price_unequal(part, [StageAssignment()], price, known))
+            else:
+                found.append(pricer.price(part, StageAssignment(), known, every=every))
         except SlowerThanIncumbentError:
             continue
         except FxpartError as fault:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import pytest
 import sample_plans
 
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError, error
-from fxpart.planner.mode_selection import ModeSelection, _select_faster
+from fxpart.planner import mode_selection
+from fxpart.planner.mode_selection import ModeSelection, _select_faster, select_mode
+from fxpart.planner.request import PlanRequest, make_request
 from fxpart.planner.search import PlanSearchResult
 
 
@@ -57,3 +61,34 @@ def test_both_ways(step: float | None, stream: float | None, schedule: str, word
 def test_nothing_fits_either_way() -> None:
     with pytest.raises(FxpartError, match="stage 0 is too full"):
         _select_faster(asked(), unfit, unfit)
+
+
+def test_without_stages_that_are_asynchronous_the_plan_has_one_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A synchronous pipeline of several stages is none of the plans that were requested."""
+    requests: list[dict[str, object]] = []
+
+    def find(front: Any, *_: object) -> PlanSearchResult:
+        requests.append(dict(front.request.constraints))
+        plan = selection(1.0, "1f1b").result.plan
+        nothing: Any = None
+        return PlanSearchResult(msgspec.structs.replace(plan, stages=plan.stages[:1]), nothing)
+
+    monkeypatch.setattr(mode_selection, "find_best_plan", find)
+    request = make_request(
+        Cluster.parse("2xh100"), "adamw", "auto", {"mode": "async", "microbatches": 4}, 0
+    )
+    front: Any = Front(request)
+    found = select_mode(front, None)
+    assert [one.get("mode") for one in requests] == ["async", None]
+    assert requests[1] == {"microbatches": 4, "stages": 1, "copies": "none"}
+    assert found.result.plan.constraints == request.constraints
+    assert found.request.constraints == {"microbatches": 4}
+
+
+@dataclass(frozen=True)
+class Front:
+    """A prepared model, of which only the request counts."""
+
+    request: PlanRequest

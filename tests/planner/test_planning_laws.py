@@ -16,3 +16,18 @@ def test_a_random_case(law: str) -> None:
     """A law holds on one case; without constraints, so that every law applies."""
     case = draw_case(_SEEDS.get(law, 21), constrained=False)
     assert check_law(law, case) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("law", "seed"), [("devices", 700000), ("order", 700009)])
+def test_a_case_of_unequal_links(law: str, seed: int) -> None:
+    """Cases in which the best group of devices depends on more than the order of the cluster."""
+    assert check_law(law, draw_case(seed)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("law", ["memory", "faster"])
+def test_an_asynchronous_case_of_unequal_links(law: str) -> None:
+    """With more memory or speed, the best plan of the mode has one stage."""
+    assert check_law(law, draw_case(700003)) == []

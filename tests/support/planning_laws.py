@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from unittest import mock
 
 import msgspec
 from fxpart.costmodels import Roofline
@@ -16,6 +17,7 @@ from planning_cases import Constraints, PlanningCase, captured, mean_loss, with_
 import fxpart
 from fxpart import Cluster, Device, FxpartError, Link, Plan
 from fxpart.costs import Cost, CostModel, OpSpec
+from fxpart.pricing import split_costs
 
 EXACT = 1e-9
 INFEASIBLE = {"FXP202", "FXP204", "FXP205"}
@@ -224,7 +226,8 @@ def scaled_costs(case: PlanningCase, base: Outcome, rng: random.Random) -> Itera
         devices=tuple(scale_device(device, factor) for device in case.cluster.devices),
         links=tuple(scale_link(link, factor) for link in case.cluster.links),
     )
-    other = attempt(case, made, cost_model=ScaledRoofline(factor))
+    with mock.patch.object(split_costs, "SECONDS", split_costs.SECONDS * factor):
+        other = attempt(case, made, cost_model=ScaledRoofline(factor))
     yield from different(f"times x{factor}", base, other, factor)
 
 
