@@ -56,7 +56,8 @@ def command(plan: str, problem: str | None, time_limit: float, as_json: bool, **
     """Estimate PLAN after a change, and plan again for it.
 
     Estimates are closed forms over the block costs that `fxpart plan` wrote beside the plan
-    (plan.problem.json); only the step time of PLAN itself is the plan's own prediction.
+    (plan.problem.json); only the step time of PLAN itself is the plan's own prediction. Costs that
+    the change needs and the file does not have are listed.
     """
     from fxpart.plan.model import Plan
     from fxpart.planner.whatif import WhatIfChange, solve_whatif
@@ -101,6 +102,7 @@ def _lines(found: WhatIfResult, step_time: float) -> list[str]:
         *(f"{'':<14}{row}" for row in found.was),
         f"change        {found.change}",
         "Closed-form estimates from the block costs of the problem file",
+        *(f"  not priced  {text}" for text in found.unpriced),
         f"  this plan   {seconds(before)} before the change",
     ]
     kept = found.kept
@@ -133,6 +135,7 @@ def _data(found: WhatIfResult, step_time: float) -> dict[str, Any]:
     fits = kept is not None and kept.feasible
     return {
         "change": str(found.change),
+        "unpriced": found.unpriced,
         "step_time": step_time,
         "before": {
             "seconds": step_time,

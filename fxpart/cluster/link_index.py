@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cached_property
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
 
 ANY = "*"
+_COMPARED = 64  # devices of a cluster up to which the links of all pairs are compared
 
 # Pairs of specificity (2 device, 1 host, 0 "*") in descending order: by the sum, then by the less
 # specific end, then by the source, so that the order is total.
@@ -101,3 +103,25 @@ class LinkIndex:
     def _self_link(self, name: str) -> Link:
         bandwidth = self._devices[name].bandwidth
         return Link(source=name, target=name, latency=0.0, bandwidth=bandwidth, kind="self")
+
+
+def has_equal_links(cluster: Cluster) -> bool:
+    """Return whether any two devices have the same link, which no others share.
+
+    Of many devices, whether all links of the cluster are equal, used or not.
+    """
+    if any(link.shared or link.segment for link in cluster.links):
+        return False
+    if len(cluster.devices) <= _COMPARED:
+        return len(set(list_links(cluster))) < 2
+    return len({msgspec.structs.replace(one, source="", target="") for one in cluster.links}) < 2
+
+
+def list_links(cluster: Cluster) -> list[Link]:
+    """Return the links between any two devices, without their ends."""
+    index = LinkIndex(cluster)
+    names = [device.name for device in cluster.devices]
+    return [
+        msgspec.structs.replace(index(a, b), source="", target="")
+        for a, b in permutations(names, 2)
+    ]

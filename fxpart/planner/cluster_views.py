@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import permutations
 
 import msgspec
 
-from fxpart.cluster.devices import Device, Link
-from fxpart.cluster.link_index import ANY, LinkIndex
+from fxpart.cluster.devices import Device
+from fxpart.cluster.link_index import ANY, has_equal_links, list_links
 from fxpart.cluster.model import Cluster
 from fxpart.pricing.device_groups import slowest_device
 from fxpart.pricing.joint_space import SMALL
@@ -86,7 +85,7 @@ def _make_view(cluster: Cluster, devices: Sequence[int]) -> UniformView:
 def _with_equal_links(view: UniformView) -> UniformView:
     """Return the view with all links as slow as the slowest, as on one host."""
     cluster = view.cluster
-    links = _list_links(cluster)
+    links = list_links(cluster)
     link = msgspec.structs.replace(
         max(links, key=lambda link: 1 / link.bandwidth),
         source=ANY,
@@ -113,7 +112,7 @@ def make_ideal_cluster(cluster: Cluster, *, ample: bool = False) -> Cluster:
         "memory": _AMPLE if ample else max(device.memory for device in cluster.devices),
         "launch": min(device.launch for device in cluster.devices),
     }
-    links = _list_links(cluster)
+    links = list_links(cluster)
     link = msgspec.structs.replace(
         links[0],
         source=ANY,
@@ -134,20 +133,3 @@ def make_ideal_cluster(cluster: Cluster, *, ample: bool = False) -> Cluster:
 def has_curves(cluster: Cluster) -> bool:
     """Return whether a link or a collective has measured times beside latency and bandwidth."""
     return bool(cluster.collectives) or any(link.curve for link in cluster.links)
-
-
-def has_equal_links(cluster: Cluster) -> bool:
-    """Return whether any two devices have the same link, which no others share."""
-    if any(link.shared or link.segment for link in cluster.links):
-        return False
-    return len(set(_list_links(cluster))) < 2
-
-
-def _list_links(cluster: Cluster) -> list[Link]:
-    """Return the links between any two devices, without their ends."""
-    index = LinkIndex(cluster)
-    names = [device.name for device in cluster.devices]
-    return [
-        msgspec.structs.replace(index(a, b), source="", target="")
-        for a, b in permutations(names, 2)
-    ]

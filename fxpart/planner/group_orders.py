@@ -13,8 +13,7 @@ from itertools import combinations, permutations
 from math import comb, factorial
 from typing import TYPE_CHECKING
 
-from fxpart.cluster.link_index import LinkIndex
-from fxpart.planner.cluster_views import has_equal_links
+from fxpart.cluster.link_index import LinkIndex, has_equal_links
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.pricing.device_groups import Rings, slowest_device
 from fxpart.pricing.topology import pools_of

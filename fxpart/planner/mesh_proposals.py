@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fxpart.compiler.mixture_ops import list_mixtures
 from fxpart.errors import FxpartError, Problem
 from fxpart.plan.contention import compute_pace, find_host_loads
@@ -89,6 +91,7 @@ def propose_meshes(
             problem, provenance = build_joint_problem(
                 front.graph, front.captured, mine, microbatches
             )
+            problem = msgspec.structs.replace(problem, worst=view is not None)
             chosen = choose_degrees(
                 problem, provenance, mine, pace=_pace(mine),
                 levels=has_tables(front) or front.info.nodes <= SMALL_GRAPH, progress=progress,

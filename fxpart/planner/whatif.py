@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fxpart.cluster.link_index import has_equal_links
 from fxpart.errors import error
 from fxpart.plan.model import Plan
 from fxpart.schedule.spec import list_closed_forms
@@ -103,6 +104,32 @@ def _counts(problem: JointProblem, plan: Plan, change: WhatIfChange) -> list[int
     return counts
 
 
+def list_unpriced(problem: JointProblem, plan: Plan, change: WhatIfChange) -> tuple[str, ...]:
+    """Return what the change needs and the problem has no price of; empty: the answer is exact.
+
+    An exact answer is that of the problem of the changed cluster.
+    """
+    old, new = [pool.devices for pool in problem.pools], _counts(problem, plan, change)
+    found = []
+    if any(b > a for a, b in zip(old, new, strict=True)):
+        found.append(f"degrees of more than {plural(max(old), 'device')}: only stages are added")
+    if new != old and not has_equal_links(plan.cluster):
+        found.append("the links between the devices that are left, as links differ")
+    if problem.worst:
+        found.append("the devices and links themselves: all were priced as the slowest of them")
+    if (change.bandwidth, change.latency) != (1, 1) and any(
+        any(work.collective) for work in problem.works
+    ):
+        found.append(
+            "strategies of sharded ops at other speeds of links: collectives within blocks are "
+            "those of the same strategies, and scale with the bandwidth"
+        )
+    if counts := sorted({*change.microbatches} - {*problem.microbatches}):
+        numbers = ", ".join(map(str, counts))
+        found.append(f"{numbers} microbatches: their costs are interpolated")
+    return tuple(found)
+
+
 def choice_of(problem: JointProblem, plan: Plan) -> JointChoice:
     """Return the plan's decisions as a choice of the problem.
 
@@ -165,7 +192,7 @@ class WhatIfResult:
 
     before: the plan without the change; kept: its decisions after the change, None where the
     changed problem does not have them. solution, after: the new plan and its estimate. was, now:
-    the decisions of both as text.
+    the decisions of both as text. unpriced: see :func:`list_unpriced`.
     """
 
     change: WhatIfChange
@@ -176,6 +203,7 @@ class WhatIfResult:
     after: JointEvaluation | None
     was: tuple[str, ...]
     now: tuple[str, ...]
+    unpriced: tuple[str, ...]
 
 
 def solve_whatif(
@@ -206,6 +234,7 @@ def solve_whatif(
         after=None if found is None else evaluate(new, found),
         was=decisions(problem, chosen),
         now=() if found is None else decisions(new, found),
+        unpriced=list_unpriced(problem, plan, change),
     )
 
 

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
 from planning_cases import draw_case
-from planning_laws import LAWS, attempt, check_law
+from planning_laws import LAWS, check_law
+from planning_outcomes import attempt
 
 
 def main() -> int:

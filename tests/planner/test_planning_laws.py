@@ -7,7 +7,7 @@ from planning_cases import draw_case
 from planning_laws import LAWS, check_law
 
 # Cases with two devices.
-_SEEDS = {"memory": 34, "space": 34}
+_SEEDS = {"memory": 34, "space": 34, "what-if": 34}
 
 
 @pytest.mark.slow

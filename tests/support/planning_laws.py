@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import product
 from unittest import mock
 
@@ -13,80 +12,13 @@ import msgspec
 from fxpart.costmodels import Roofline
 from msgspec.structs import replace
 from planning_cases import Constraints, PlanningCase, captured, mean_loss, with_devices
+from planning_outcomes import EXACT, Outcome, attempt, different, slower
+from planning_report_laws import printed_numbers, what_if
 
 import fxpart
-from fxpart import Cluster, Device, FxpartError, Link, Plan
-from fxpart.costs import Cost, CostModel, OpSpec
+from fxpart import Device, FxpartError, Link, Plan
+from fxpart.costs import Cost, OpSpec
 from fxpart.pricing import split_costs
-
-EXACT = 1e-9
-INFEASIBLE = {"FXP202", "FXP204", "FXP205"}
-NEVER = float("inf")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A plan, or the codes of the error that was raised instead."""
-
-    plan: Plan | None
-    codes: tuple[str, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        """Return the step time that is compared; infinity where nothing fits."""
-        return NEVER if self.plan is None else self.plan.prediction.expected_seconds
-
-    @property
-    def closed_form(self) -> float:
-        """Return the minimized closed form; infinity where nothing fits."""
-        return NEVER if self.plan is None else self.plan.prediction.step_seconds
-
-    def __str__(self) -> str:
-        if self.plan is None:
-            return f"none ({', '.join(self.codes)})"
-        return f"{self.seconds:.9g} s (closed {self.closed_form:.9g}): {describe(self.plan)}"
-
-
-def describe(plan: Plan) -> str:
-    """Return the decisions of a plan in one line."""
-    stages = [
-        f"{s.data_parallel}x{s.tensor_parallel}z{s.zero}:{s.first}-{s.last}" for s in plan.stages
-    ]
-    places = f" on {plan.devices}" if plan.devices else ""
-    replicas = f" replicas {plan.replicas}" if plan.replicas else ""
-    return f"{plan.schedule} m{plan.microbatches} {' '.join(stages)}{places}{replicas}"
-
-
-def attempt(
-    case: PlanningCase,
-    cluster: Cluster | None = None,
-    *,
-    cost_model: str | CostModel = "auto",
-    **constraints: int | float | str | bool,
-) -> Outcome:
-    """Return the best plan, or the error where nothing fits; other errors are raised."""
-    try:
-        return Outcome(case.compile(cluster, cost_model=cost_model, **constraints).plan)
-    except FxpartError as fault:
-        codes = tuple(sorted({problem.code for problem in fault.problems}))
-        if not set(codes) <= INFEASIBLE:
-            raise
-        return Outcome(None, codes)
-
-
-def slower(text: str, better: Outcome, base: Outcome) -> Iterator[str]:
-    """Yield a violation where the first is slower than the second."""
-    for name in ("closed_form",):
-        if getattr(better, name) > getattr(base, name) * (1 + EXACT):
-            yield f"{name}: {text}: {base}\n      -> {better}"
-
-
-def different(text: str, one: Outcome, other: Outcome, factor: float = 1.0) -> Iterator[str]:
-    """Yield a violation where the second is not the first times the factor."""
-    for name in ("closed_form",):
-        a, b = getattr(one, name) * factor, getattr(other, name)
-        if not (a == b or abs(a - b) <= EXACT * max(a, b)):
-            yield f"{name}: {text}: {one}\n      -> {other}"
 
 
 def more_bandwidth(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterator[str]:
@@ -405,6 +337,8 @@ LAWS: dict[str, Law] = {
     "whole": whole_space,
     "bytes": same_bytes,
     "bound": bounds,
+    "printed": printed_numbers,
+    "what-if": what_if,
 }
 
 

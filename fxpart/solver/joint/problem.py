@@ -187,7 +187,8 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     batch). no_cut_after: no stage may end after these blocks; cut_after: a stage must end after
     these. pins: constraints. virtual: stages per rank that "interleaved" may use. uniform: every
     stage has the same data, tensor and expert degree and ZeRO level. weights: the weight
-    mode of "async". Bubble and memory of the schedules: :mod:`fxpart.solver.schedule_costs`.
+    mode of "async". worst: all devices and links were priced as the slowest of them. Bubble and
+    memory of the schedules: :mod:`fxpart.solver.schedule_costs`.
     """
 
     format: Literal["fxpart-joint-problem"] = "fxpart-joint-problem"
@@ -211,6 +212,7 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     cut_after: tuple[int, ...] = ()
     pins: tuple[StagePin, ...] = ()
     uniform: bool = False
+    worst: bool = False
 
 
 class JointChoice(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
