@@ -100,7 +100,7 @@ _TABLE = (
         summary="Whether stages may have replicas with round-robin routing of microbatches.",
     ),
     ConstraintSpec(
-        name="solver", kind="choice", choices=("auto", "dp", "cp-sat", "brute"),
+        name="solver", kind="choice", choices=("auto", "dp", "cp-sat"),
         summary="Solver of the partition problem.",
     ),
     ConstraintSpec(name="time_limit", kind="seconds", summary="Seconds that solvers may take."),

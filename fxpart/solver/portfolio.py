@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from itertools import combinations
-from math import comb, inf
+from math import inf
 from typing import Literal, get_args
 
 import msgspec
@@ -14,17 +12,15 @@ from fxpart.errors import error
 from fxpart.solver.greedy import first_choices
 from fxpart.solver.infeasible import explain_infeasible
 from fxpart.solver.objective import PartitionScorer
-from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
+from fxpart.solver.problem import PartitionProblem, Solution
 from fxpart.solver.search import PartitionRecord, PartitionSearch
 from fxpart.solver.validate import check_problem
-
-LIMIT = 200_000  # choices that may be enumerated
 
 __all__ = ["Solver", "explain_infeasible", "solution", "solve"]
 
 PROVEN = 1e-6  # a proven gap up to this is "optimal": the step time's sums are rounded
 CLOSE = 0.01  # a larger gap up to this is "within gap"
-Solver = Literal["auto", "dp", "cp-sat", "brute"]
+Solver = Literal["auto", "dp", "cp-sat"]
 
 
 def solve(
@@ -37,9 +33,9 @@ def solve(
     """Return the best choice found within ``time_limit`` seconds, its bound, and alternatives.
 
     "auto" is "dp", the dynamic program, which proved the optimum fastest in all measurements;
-    "cp-sat" solves the same problem independently (``seed`` is its random seed), "brute"
-    enumerates. Equal problems give equal results if the time limit is not reached. Raises FXP206
-    for an invalid problem, FXP109 for an unknown solver or an invalid time limit.
+    "cp-sat" solves the same problem independently (``seed`` is its random seed). Equal problems
+    give equal results if the time limit is not reached. Raises FXP206 for an invalid problem,
+    FXP109 for an unknown solver or an invalid time limit.
     """
     deadline = time.monotonic() + time_limit
     if solver not in get_args(Solver) or not time_limit >= 0:
@@ -47,7 +43,7 @@ def solve(
             "FXP109",
             where=f"solve(solver={solver!r}, time_limit={time_limit!r})",
             why="The solver is unknown." if time_limit >= 0 else "The time limit is negative.",
-            fix="Use solver 'auto', 'dp', 'cp-sat' or 'brute', and a time limit of 0 or more.",
+            fix="Use solver 'auto', 'dp' or 'cp-sat', and a time limit of 0 or more.",
         )
     check_problem(problem)
     if solver == "cp-sat" and problem.recompute != ("none",):
@@ -62,8 +58,6 @@ def solve(
         bare = msgspec.structs.replace(problem, once=0.0)
         found = solve(bare, time_limit=left, seed=seed, solver=solver)
         return _with_constant(found, problem)
-    if solver == "brute":
-        return solve_brute(problem)
     record = PartitionRecord(PartitionScorer(problem))
     for choice in first_choices(problem, deadline):
         record.add(choice)
@@ -110,49 +104,3 @@ def status_of(
     if bound >= objective * (1 - PROVEN):
         return "optimal"
     return "within gap" if bound >= objective * (1 - CLOSE) else "best found"
-
-
-def choices(problem: PartitionProblem) -> Iterator[PartitionChoice]:
-    """Yield all choices that satisfy the constraints (except memory), in a fixed order."""
-    n, fused = len(problem.blocks), set(problem.no_cut_after)
-    cuts = [b + 1 for b in range(n - 1) if b not in fused]
-    for variant in range(len(problem.variants)):
-        for schedule in problem.schedules:
-            for stages in range(problem.min_stages, problem.max_stages + 1):
-                for starts in combinations(cuts, stages - 1):
-                    yield PartitionChoice(variant=variant, schedule=schedule, starts=(0, *starts))
-
-
-def count(problem: PartitionProblem) -> int:
-    """Return the number of choices that :func:`choices` yields."""
-    cuts = len(problem.blocks) - 1 - len(set(problem.no_cut_after) - {len(problem.blocks) - 1})
-    stages = range(problem.min_stages, problem.max_stages + 1)
-    return len(problem.variants) * len(problem.schedules) * sum(comb(cuts, s - 1) for s in stages)
-
-
-def solve_brute(problem: PartitionProblem) -> Solution:
-    """Return the optimum by enumeration; of equally good choices the first.
-
-    Raises FXP109 if there are more than :data:`LIMIT` choices.
-    """
-    if count(problem) > LIMIT:
-        raise error(
-            "FXP109",
-            where="solver='brute'",
-            why=f"There are {count(problem)} choices; at most {LIMIT} can be enumerated.",
-            fix="Use solver='dp'.",
-        )
-    scorer, best, seconds = PartitionScorer(problem), None, inf
-    for choice in choices(problem):
-        evaluation = scorer.evaluate(choice)
-        if evaluation.feasible and evaluation.seconds < seconds:
-            best, seconds = choice, evaluation.seconds
-    status = "infeasible" if best is None else "optimal"
-    return Solution(
-        status=status,  # type: ignore[arg-type]
-        choice=best,
-        objective=seconds,
-        bound=seconds,
-        solver="brute",
-        candidates=() if best is None else (best,),
-    )

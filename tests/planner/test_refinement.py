@@ -19,6 +19,7 @@ from fxpart.costmodels.profile_store import (
 )
 from fxpart.costmodels.roofline import Roofline
 from msgspec.structs import replace
+from oracles.partition_brute import choices
 from partition_problems import random_problem
 
 import fxpart
@@ -43,7 +44,7 @@ from fxpart.program.edges import find_stage_edges
 from fxpart.schedule.host_contention import HostContention
 from fxpart.schedule.simulate import simulate
 from fxpart.solver.objective import evaluate
-from fxpart.solver.portfolio import choices, solve
+from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import (
     DeviceLimit,
     PartitionChoice,

@@ -7,11 +7,12 @@ from math import inf
 
 import pytest
 from msgspec.structs import replace
+from oracles.partition_brute import choices, solve_brute
 from partition_problems import random_problem, transformer
 
 from fxpart.solver.infeasible import explain_infeasible
 from fxpart.solver.objective import PartitionScorer, evaluate
-from fxpart.solver.portfolio import choices, solve, solve_brute
+from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.remedies import (
     enough_stages,

@@ -7,6 +7,7 @@ import random
 import pytest
 from built_schedules import BUILDERS
 from msgspec.structs import replace
+from oracles.partition_brute import choices
 from partition_problems import filling, random_problem, with_zero_bubble
 
 from fxpart.errors import FxpartError
@@ -14,7 +15,6 @@ from fxpart.schedule.action import Schedule, StageEdge
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.simulate import simulate
 from fxpart.solver.objective import evaluate
-from fxpart.solver.portfolio import choices
 from fxpart.solver.problem import (
     BlockValue,
     DeviceLimit,

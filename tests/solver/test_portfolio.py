@@ -86,7 +86,7 @@ def test_candidates_are_the_choice_and_the_best_of_other_kinds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("solver", ["dp", "cp-sat", "brute"])
+@pytest.mark.parametrize("solver", ["dp", "cp-sat"])
 def test_the_same_bytes_twice(solver: str) -> None:
     for seed in range(8):
         problem = random_problem(seed)
@@ -174,7 +174,7 @@ def test_large_problems_are_proven_optimal(problem: PartitionProblem, seconds: f
 
 def test_more_stages_at_least_than_at_most_is_infeasible() -> None:
     problem = replace(random_problem(3), min_stages=9)
-    for solver in ("dp", "cp-sat", "brute"):
+    for solver in ("dp", "cp-sat"):
         assert solve(problem, solver=solver).status == "infeasible"
 
 
@@ -182,10 +182,4 @@ def test_more_stages_at_least_than_at_most_is_infeasible() -> None:
 def test_wrong_arguments(options: dict[str, object]) -> None:
     with pytest.raises(FxpartError) as caught:
         solve(random_problem(0), **options)  # type: ignore[arg-type]
-    assert caught.value.code == "FXP109"
-
-
-def test_enumeration_refuses_what_it_cannot_finish() -> None:
-    with pytest.raises(FxpartError) as caught:
-        solve(gpt3(), solver="brute")
     assert caught.value.code == "FXP109"

@@ -8,6 +8,7 @@ from math import fsum, inf
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from oracles.partition_brute import choices, solve_brute
 from partition_problems import (
     filling,
     random_problem,
@@ -19,7 +20,7 @@ from partition_problems import (
 from fxpart.errors import FxpartError
 from fxpart.solver.infeasible import explain_infeasible
 from fxpart.solver.objective import PartitionScorer, StageCost, evaluate
-from fxpart.solver.portfolio import choices, solve, solve_brute
+from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionProblem, without_recompute
 from fxpart.solver.schedule_costs import count_stage_in_flight
 from fxpart.solver.suffix_dp import _AdmittedCosts

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from oracles.partition_brute import choices, solve_brute
 from partition_problems import random_problem, transformer, with_zero_bubble
 
 from fxpart.solver.bounds import cheap_bound, cheap_bounds
 from fxpart.solver.objective import evaluate
-from fxpart.solver.portfolio import choices, solve, solve_brute
+from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionProblem, Solution
 
 ROUNDING = 1e-9

@@ -114,12 +114,16 @@ def throughput(raw: dict[str, Any], seconds: float) -> dict[str, Any]:
     rate = raw["batch_size"] / seconds
     first = raw["model"]["inputs"][0] if raw["model"]["inputs"] else None
     tokens = first is not None and first["dtype"] == "int64" and len(first["shape"]) == 2
-    missing = "MFU is not known: the plan file has no model FLOPs; `fxpart plan` and "
+    length = first["shape"][1] if first and tokens else None
+    notes = ["MFU is not known: the plan file has no model FLOPs; `fxpart plan` and "
+             "print(program) compute them."] if tokens else []  # fmt: skip
+    if isinstance(length, str):
+        unknown = f"the sequence length of {first['name']} is the symbol {length}."
+        notes, length = [f"tokens/s is not known: {unknown}", *notes], None
     return {
         "samples_per_second": rate,
-        "tokens_per_second": rate * first["shape"][1] if first and tokens else None,
-        "model_flops": None, "tflops_per_device": None, "mfu": None,
-        "notes": [f"{missing}print(program) compute them."] if tokens else [],
+        "tokens_per_second": None if length is None else rate * length,
+        "model_flops": None, "tflops_per_device": None, "mfu": None, "notes": notes,
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from joint_problems import random_problem
 from msgspec.structs import replace
 
-from fxpart.solver.joint.brute import count
+from fxpart.solver.joint.enumeration import count
 from fxpart.solver.joint.problem import JointProblem, ParameterFootprint, StagePin
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from fxpart.schedule.spec import INTERLEAVED
 from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.bounds import CheapBounds
-from fxpart.solver.joint.brute import choices, count
+from fxpart.solver.joint.enumeration import choices, count
 from fxpart.solver.joint.greedy import balanced, estimates
 from fxpart.solver.joint.problem import JointChoice
 from fxpart.solver.joint.record import JointRecord

@@ -10,7 +10,6 @@ from typing import Literal, get_args
 from fxpart.errors import error
 from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.bounds import CheapBounds
-from fxpart.solver.joint.brute import solve_joint_brute
 from fxpart.solver.joint.greedy import first_plans
 from fxpart.solver.joint.interleaved_search import InterleavedSearch
 from fxpart.solver.joint.objective import JointScorer
@@ -23,7 +22,7 @@ from fxpart.solver.progress import Progress
 PROVEN = 1e-6  # a proven gap up to this is "optimal": the step time's sums are rounded
 CLOSE = 0.01  # a larger gap up to this is "within gap"
 _PAUSE = 0.25  # seconds between two calls of progress
-Solver = Literal["auto", "dp", "cp-sat", "brute"]
+Solver = Literal["auto", "dp", "cp-sat"]
 
 
 def solve(
@@ -37,7 +36,7 @@ def solve(
     """Return the best choice found within ``time_limit`` seconds, its bound, and alternatives.
 
     "auto" is "dp", the dynamic programs of :mod:`fxpart.solver.joint.search`; "cp-sat" solves the
-    same problem independently (``seed`` is its random seed), "brute" enumerates. Equal problems
+    same problem independently (``seed`` is its random seed). Equal problems
     give equal results if the time limit is not reached. An interrupt (SIGINT) ends the search: the
     best choice so far is returned with its proven bound. progress: called a few times a second.
     Bounds of interleaved schedules are cheap ones if there are too many choices to enumerate; the
@@ -47,8 +46,6 @@ def solve(
     deadline = time.monotonic() + time_limit
     _check(problem, solver, time_limit)
     check_joint_problem(problem)
-    if solver == "brute":
-        return solve_joint_brute(problem)
     reporter = JointProgressReporter(JointRecord(JointScorer(problem)), deadline, progress)
     try:
         stacked = JointArrays(problem)
@@ -69,7 +66,7 @@ def _check(problem: JointProblem, solver: str, time_limit: float) -> None:
             "FXP109",
             where=f"solve(solver={solver!r}, time_limit={time_limit!r})",
             why="The solver is unknown." if time_limit >= 0 else "The time limit is negative.",
-            fix="Use solver 'auto', 'dp', 'cp-sat' or 'brute', and a time limit of 0 or more.",
+            fix="Use solver 'auto', 'dp' or 'cp-sat', and a time limit of 0 or more.",
         )
     if solver == "cp-sat":
         from fxpart.solver.joint.joint_ilp import accepts  # OR-Tools is slow to import

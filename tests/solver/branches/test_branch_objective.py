@@ -7,12 +7,12 @@ from itertools import pairwise
 import msgspec
 import pytest
 from branch_problems import branches_and_trunk, random_branches
+from oracles.partition_brute import choices as chains
 from oracles.stage_graph_brute import choices
 from partition_problems import random_problem, transformer
 
 from fxpart.errors import FxpartError
 from fxpart.solver.objective import evaluate as evaluate_chain
-from fxpart.solver.portfolio import choices as chains
 from fxpart.solver.problem import BlockValue, PartitionProblem
 from fxpart.solver.stage_graph.block_graph import BlockGraph, regroup
 from fxpart.solver.stage_graph.objective import convert_chain_choice, evaluate

@@ -17,7 +17,7 @@ from oracles.joint_baselines import (
 )
 from oracles.pipedream_rannc import pipedream, rannc
 
-from fxpart.solver.joint.brute import choices, count
+from fxpart.solver.joint.enumeration import choices, count
 from fxpart.solver.joint.objective import JointScorer, degrees, evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem, count_option_devices

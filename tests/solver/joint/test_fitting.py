@@ -10,7 +10,7 @@ from joint_oracle import small_problems, wished_problem
 from joint_problems import rich_problem, transformer
 from msgspec.structs import replace
 
-from fxpart.solver.joint.brute import choices, count
+from fxpart.solver.joint.enumeration import choices, count
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.objective import JointScorer, evaluate
 from fxpart.solver.joint.problem import JointProblem, StagePin

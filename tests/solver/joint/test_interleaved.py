@@ -7,9 +7,10 @@ import random
 import pytest
 from joint_problems import random_problem
 from msgspec.structs import replace
+from oracles.joint_brute import solve_joint_brute
 
 from fxpart.schedule.spec import INTERLEAVED
-from fxpart.solver.joint.brute import count, solve_joint_brute
+from fxpart.solver.joint.enumeration import count
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointProblem
 

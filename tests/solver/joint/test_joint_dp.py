@@ -8,13 +8,14 @@ import msgspec
 import pytest
 from joint_problems import random_problem, rich_problem, transformer
 from msgspec.structs import replace
+from oracles.joint_brute import solve_joint_brute
 
 from fxpart.errors import FxpartError
 from fxpart.solver.joint import interleaved_search
 from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.bounds import CheapBounds
-from fxpart.solver.joint.brute import choices, solve_joint_brute
+from fxpart.solver.joint.enumeration import choices
 from fxpart.solver.joint.objective import JointScorer, evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointProblem, JointSolution, StagePin

@@ -10,8 +10,8 @@ import pytest
 from joint_oracle import small_problems
 from joint_problems import random_problem, transformer
 from msgspec.structs import replace
+from oracles.joint_brute import solve_joint_brute
 
-from fxpart.solver.joint.brute import solve_joint_brute
 from fxpart.solver.joint.joint_ilp import accepts, solve_cp_sat
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve

@@ -9,11 +9,12 @@ import pytest
 from joint_oracle import small_problems
 from joint_problems import transformer
 from msgspec.structs import replace
+from oracles.joint_brute import solve_joint_brute
 
-from fxpart.solver.joint.brute import choices, solve_joint_brute
 from fxpart.solver.joint.constraint_conflicts import RelaxableConstraints, with_unlimited_memory
 from fxpart.solver.joint.constraints.apply import apply_constraints
 from fxpart.solver.joint.constraints.parse import PlanConstraint, parse_constraint
+from fxpart.solver.joint.enumeration import choices
 from fxpart.solver.joint.infeasible import explain_joint_infeasible
 from fxpart.solver.joint.memory_bounds import compute_min_block_bytes, compute_min_state_bytes
 from fxpart.solver.joint.objective import JointScorer, evaluate

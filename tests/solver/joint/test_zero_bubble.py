@@ -8,8 +8,9 @@ import pytest
 from built_schedules import BUILDERS
 from joint_problems import random_problem, rich_problem, transformer
 from msgspec.structs import replace
+from oracles.joint_brute import solve_joint_brute
 
-from fxpart.solver.joint.brute import count, solve_joint_brute
+from fxpart.solver.joint.enumeration import count
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.joint_ilp import accepts, solve_cp_sat
 from fxpart.solver.joint.objective import evaluate

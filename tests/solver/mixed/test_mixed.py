@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.partition_brute import solve_brute
 from oracles.replicated_chain_brute import solve_replicated_chain_brute
 from partition_problems import random_problem
 
 from fxpart import collectives
 from fxpart.errors import FxpartError
 from fxpart.runtime.gradients import reduce_scatter
-from fxpart.solver.portfolio import solve_brute
 from fxpart.solver.problem import BlockValue, DeviceLimit, PartitionProblem, Variant, Weight
 from fxpart.solver.replicated_chain.dp import solve_replicated_chain
 from fxpart.solver.replicated_chain.gradient_reduction import (

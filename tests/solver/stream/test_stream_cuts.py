@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.partition_brute import choices
 from partition_problems import random_problem
 
 from fxpart.errors import FxpartError
@@ -22,7 +23,6 @@ from fxpart.solver.asynchronous.weight_mode_requirements import (
     count_prediction_bytes,
     explain_unsupported_weight_mode,
 )
-from fxpart.solver.portfolio import choices
 from fxpart.solver.problem import PartitionChoice
 
 STREAMS = [name for name, mode in MODES.items() if not mode.flush]

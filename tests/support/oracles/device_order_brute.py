@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from itertools import permutations
 from math import inf
 
+from oracles.partition_brute import LIMIT, count, solve_brute
+
 from fxpart.errors import error
 from fxpart.solver.assignment.device_order import (
     DeviceLinks,
@@ -14,7 +16,6 @@ from fxpart.solver.assignment.device_order import (
     reorder_devices,
     with_stage_count,
 )
-from fxpart.solver.portfolio import LIMIT, count, solve_brute
 from fxpart.solver.problem import PartitionProblem
 
 

@@ -1,22 +1,17 @@
-"""Enumeration of every joint choice: the reference of other solvers, for small problems only."""
+"""Enumeration of joint choices, where these are few."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
-from math import comb, inf
+from math import comb
 
-from fxpart.errors import error
-from fxpart.solver.joint.objective import JointScorer
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
-    JointSolution,
     count_option_devices,
 )
 from fxpart.solver.schedule_costs import has_pieces
-
-LIMIT = 2_000_000  # choices that may be enumerated
 
 
 def choices(
@@ -67,33 +62,6 @@ def count(
         comb(cuts, s * v - 1) * options**s for v in pieces for s in stages
     )
     return total
-
-
-def solve_joint_brute(problem: JointProblem) -> JointSolution:
-    """Return the optimum by enumeration; of equally good choices the first.
-
-    Raises FXP109 if there are more than :data:`LIMIT` choices.
-    """
-    if count(problem) > LIMIT:
-        raise error(
-            "FXP109",
-            where="solver='brute'",
-            why=f"There are {count(problem)} choices; at most {LIMIT} can be enumerated.",
-            fix="Use solver='dp'.",
-        )
-    scorer, best, seconds = JointScorer(problem), None, inf
-    for choice in choices(problem):
-        evaluation = scorer.evaluate(choice)
-        if evaluation.feasible and evaluation.seconds < seconds:
-            best, seconds = choice, evaluation.seconds
-    return JointSolution(
-        status="infeasible" if best is None else "optimal",
-        choice=best,
-        objective=seconds,
-        bound=seconds,
-        solver="brute",
-        candidates=() if best is None else (best,),
-    )
 
 
 def _options(
