@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -49,6 +50,8 @@ from fxpart.solver.stage_graph.stage_partition import (
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
     from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
+
+_STAGE_COUNTS = 8  # numbers of stages up to which each has a device order of its own
 
 
 class KnownPlacementsError(Exception):
@@ -116,7 +119,7 @@ def solve_exactly(
         recompute=allowed_recompute(request.constraints),
     )
     problem = apply_constraints(problem, request, assignment.starts)
-    problem, assignment = _in_best_order(problem, assignment, request)
+    problem, assignment = _choose_order(problem, assignment, request)
     answer = PricedMesh(request, captured, graph, info, sharded, local, sharing, provenance,
                         assignment, on_candidate)  # fmt: skip
     chains: list[StagePartition] = []
@@ -167,6 +170,34 @@ def _make_assumptions(
 def find_even_count(rows: int, count: int) -> int:
     """Return the least number of equal microbatches of ``rows`` rows that is at least ``count``."""
     return next((m for m in range(min(count, rows), rows) if rows % m == 0), max(rows, 1))
+
+
+def _choose_order(
+    problem: PartitionProblem, given: StageAssignment, request: PlanRequest
+) -> tuple[PartitionProblem, StageAssignment]:
+    """Return problem and assignment in the best device order that is found.
+
+    The best order of a chain need not be that of a stage graph with branches. Where a graph is
+    better, the best orders of all numbers of stages are compared by their graphs.
+    """
+    moved, assignment = _in_best_order(problem, given, request)
+    counts = range(problem.min_stages, problem.max_stages + 1)
+    if assignment.order == given.order or len(counts) not in range(2, _STAGE_COUNTS + 1):
+        return moved, assignment
+    made = _stages(moved, assignment, request)
+    if not made.over:
+        return moved, assignment
+    best = (made.solution.objective, moved, assignment)
+    for count in counts:
+        alone = msgspec.structs.replace(problem, min_stages=count, max_stages=count)
+        other, placed = _in_best_order(alone, given, request)
+        other = msgspec.structs.replace(
+            other, min_stages=problem.min_stages, max_stages=problem.max_stages
+        )
+        with contextlib.suppress(FxpartError):
+            seconds = _stages(other, placed, request).solution.objective
+            best = min(best, (seconds, other, placed), key=lambda one: one[0])
+    return best[1:]
 
 
 def _in_best_order(
