@@ -19,7 +19,14 @@ def test_a_random_case(law: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("law", "seed"), [("devices", 700000), ("order", 700009), ("fix", 700029)])
+@pytest.mark.parametrize(
+    ("law", "seed"),
+    [
+        ("fix", 700029),
+        pytest.param("devices", 700000, marks=pytest.mark.long),
+        pytest.param("order", 700009, marks=pytest.mark.long),
+    ],
+)
 def test_a_case_of_unequal_links(law: str, seed: int) -> None:
     """Cases in which the best group of devices depends on more than the order of the cluster."""
     assert check_law(law, draw_case(seed)) == []
