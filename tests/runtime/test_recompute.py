@@ -11,6 +11,7 @@ from live_bytes import live
 from runtime_programs import bits, make
 from split_models import MODELS, Attention, Scale, gradients, inputs, leaf, made
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess
@@ -153,28 +154,41 @@ def test_memory_between_forward_and_backward() -> None:
     assert held["full"] < held["selective"] < 0.8 * held["none"]
 
 
+class Watch(TorchDispatchMode):
+    """Lists the names of ops."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
 def test_selective_keeps_long_products_only() -> None:
     """Products of linear layers are not made again; attention scores are."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen: list[str] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
     torch.manual_seed(0)
     module = Attention(64)
     again = StageRecomputation(module, "selective")
     for _ in range(2):
         (out,) = again.call(as_stage(module), 0, leaf(2, 256, 64))
-        with Watch():
-            seen.clear()
+        with Watch() as watch:
             out.backward(torch.ones_like(out))
-    assert "aten::addmm" not in seen and "aten::_softmax" in seen
+    assert "aten::addmm" not in watch.seen and "aten::_softmax" in watch.seen
+
+
+def test_the_first_call_keeps_no_short_products() -> None:
+    """Otherwise the first step needs more memory than the others."""
+    module = nn.Sequential(nn.Linear(64, 1), nn.Linear(1, 512), nn.GELU(), nn.Linear(512, 64))
+    again = StageRecomputation(module, "selective")
+    made_again = []
+    for _ in range(2):
+        (out,) = again.call(as_stage(module), 0, leaf(32, 64))
+        with Watch() as watch:
+            out.backward(torch.ones_like(out))
+        made_again.append(watch.seen.count("aten::addmm"))
+    assert made_again == [1, 1]
 
 
 def test_unknown_modes_are_refused() -> None:

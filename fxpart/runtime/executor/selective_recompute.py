@@ -30,15 +30,17 @@ class SelectiveRecomputePolicy:
         return ProductCacheMode(self._save)
 
     def decide(self, first: ProductCacheMode, freed: int) -> None:
-        """Store from now on only long products that are not changed in place afterwards.
+        """Store only long products that are not changed in place afterwards.
 
-        first: the products of the first call. freed: bytes that full recomputation frees.
+        first: the products of the first call, which discards the others too. freed: bytes that full
+        recomputation frees.
         """
         total = sum(operations for operations, _ in first.costs) or 1.0
         self._save = [
             size / max(operations, 1.0) < WORTH * freed / total and intact
             for (operations, size), intact in zip(first.costs, first.settle(), strict=True)
         ]
+        first.keep(self._save)
 
 
 class ProductCacheMode(TorchDispatchMode):
@@ -53,13 +55,16 @@ class ProductCacheMode(TorchDispatchMode):
         self._made: list[Any] = []  # Of a first call: results as the ops returned them.
 
     def settle(self) -> list[bool]:
-        """Return by product whether it was not changed since; discard the changed ones."""
+        """Return by product whether it was not changed since."""
         found = [all(get_write_count(t) == 0 for t in _tensors(made)) for made in self._made]
-        self._kept = [
-            kept if intact else None for kept, intact in zip(self._kept, found, strict=True)
-        ]
         self._made = []  # They keep the autograd graph alive.
         return found
+
+    def keep(self, save: list[bool]) -> None:
+        """Discard the results of products that are not stored, by place."""
+        self._kept = [
+            kept if stored else None for kept, stored in zip(self._kept, save, strict=True)
+        ]
 
     def again(self) -> ProductReplayMode:
         """Return the context in which the call is recomputed; it can be entered once."""
