@@ -224,13 +224,14 @@ def _split(
         for option in problem.options:
             widths.get(count_option_devices(problem, option), []).append(option)
         groups = {width: kept for width, kept in widths.items() if kept}
+    most_stages = min(problem.max_stages, len(problem.blocks))
     for kept in groups.values():
         width = count_option_devices(problem, kept[0])
         limited = with_options(problem, kept)
         if world is None:
             most = _STAGE_COUNTS // len(groups) if stages else 1
             yield from _split_by_stage_count(limited, width, most)
-        elif world % width == 0 and problem.min_stages <= world // width <= len(problem.blocks):
+        elif world % width == 0 and problem.min_stages <= world // width <= most_stages:
             count = world // width
             yield msgspec.structs.replace(limited, min_stages=count, max_stages=count)
 

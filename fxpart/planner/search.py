@@ -75,12 +75,13 @@ def find_best_plan(
     if family is not None:
         return family.plan(ModelContext(front, microbatches, search))
     if front.request.constraints.get("copies") == "always":
+        request = front.request
+        reasons = [one.accepts(request, request.cluster) for one in REPLICA_FAMILIES.values()]
         raise error(
             "FXP109",
             where="constraint copies='always'",
-            why="replicated stages are searched in synchronous plans and in queues only, "
-            "without constraints on degrees or cuts, and without a mesh of several ranks",
-            fix="remove copies, or those constraints",
+            why=f"replicated stages are not searched: {'; '.join(filter(None, reasons))}",
+            fix="remove copies, or what prevents replicas",
         )
     return search(front)
 
@@ -243,7 +244,7 @@ def _price_fixed_mesh(
         except FxpartError as fault:
             problems += fault.problems
     if not found:
-        raise FxpartError(problems)
+        raise FxpartError(list(dict.fromkeys(problems)))
     return min(found, key=lambda made: plan_seconds(made[0], request.cost_model))
 
 

@@ -92,7 +92,7 @@ def price(
     devices, _ = group_by_kind(places)
     own = [NonOpCosts.of(model, device) for device in devices]
     most = min(len(places.devices), len(blocks), max_stages or len(places.devices))
-    cuts = variants(captured, _rows(captured, batch_size, shared), microbatches, most)
+    cuts = variants(captured, _rows(captured, batch_size, shared, microbatches), microbatches, most)
     whole = weights(graph.graph, captured, trained, choose(optimizer))
     state = tuple(map(shared.divided, whole))
     modes: tuple[Recompute, ...] = tuple(recompute) if captured.training else ("none",)
@@ -169,7 +169,9 @@ def _blocks_of(graph: fx.GraphModule) -> Sequence[BlockInfo]:
     return blocks
 
 
-def _rows(captured: CapturedModel, batch: int, sharing: StageParallelism) -> int:
+def _rows(
+    captured: CapturedModel, batch: int, sharing: StageParallelism, microbatches: int | None
+) -> int:
     """Return the rows per step on one rank; FXP105 where the ranks cannot share them evenly.
 
     A graph with a fixed batch keeps all: its sizes are one rank's already.
@@ -181,7 +183,17 @@ def _rows(captured: CapturedModel, batch: int, sharing: StageParallelism) -> int
             why=f"{sharing.multiple} ranks require equal parts of every microbatch",
             fix=f"use a batch that {sharing.multiple} divides, or another mesh",
         )
-    return batch // sharing.rows if captured.symbolic else batch
+    rows = batch // sharing.rows if captured.symbolic else batch
+    if sharing.rows > 1 and microbatches is not None and rows < microbatches <= batch:
+        raise error(
+            "FXP105",
+            where=f"batch of {batch}, mesh {sharing.mesh}, {microbatches} microbatches",
+            why=f"each of {sharing.rows} ranks has {rows} rows, and every microbatch needs at "
+            "least one row of each rank",
+            fix=f"use a batch of at least {microbatches * sharing.rows} rows, fewer "
+            "microbatches, or another mesh",
+        )
+    return rows
 
 
 def _schedules(names: Sequence[str]) -> tuple[str, ...]:

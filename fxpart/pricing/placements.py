@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import lcm, prod
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -184,7 +185,10 @@ def build(
     trained = trained_names(captured) if captured.training else frozenset()
     specs = Specs(trained)
     rows = batch_size or captured.batch_size
-    size = -(-rows // microbatches) if captured.symbolic else captured_rows(captured)
+    size = captured_rows(captured)
+    if captured.symbolic:  # All ranks that share the rows of an input take equal parts of them.
+        parts = _count_row_parts(graph.graph, captured, mesh_)
+        size = parts * -(-rows // (microbatches * parts))
     sizes = Sizes(captured, BatchSplit(size, microbatches))
     families = OpFamilies(
         mesh_,
@@ -194,7 +198,7 @@ def build(
         sizes,
         specs,
         microbatches,
-        _row_symbols(graph.graph, captured),
+        _row_symbols(graph.graph, captured, mesh_),
     )
     flow = read_dataflow(graph.graph, specs, sizes, in_flight, inside)
     find_fused_strategies(flow, families)
@@ -228,18 +232,28 @@ def _solve(
     return solve_rows(built, time_limit=left, solver=solver), False
 
 
-def _row_symbols(graph: fx.Graph, captured: CapturedModel) -> frozenset[str]:
+def _row_symbols(graph: fx.Graph, captured: CapturedModel, mesh: Mesh) -> frozenset[str]:
     """Return the symbols of batch dims; none where an axis shards the rows of an input already.
 
     The batch then has to be divisible by that axis, and no choice requires more.
     """
+    if _count_row_parts(graph, captured, mesh) > 1:
+        return frozenset()
     dims = {spec.name: spec.batch_dim for spec in captured.inputs}
+    return frozenset(s for s, (name, dim) in captured.symbols.items() if dims.get(name) == dim)
+
+
+def _count_row_parts(graph: fx.Graph, captured: CapturedModel, mesh: Mesh) -> int:
+    """Return the number of equal parts into which decided placements shard the rows of inputs."""
+    dims = {spec.name: spec.batch_dim for spec in captured.inputs}
+    found = 1
     for node in graph.find_nodes(op="placeholder"):
         known = annotation(node).sharding
-        rows = Shard(dim) if (dim := dims.get(node.name)) is not None else None
-        if known is not None and rows is not None and rows in known.results[0]:
-            return frozenset()
-    return frozenset(s for s, (name, dim) in captured.symbols.items() if dims.get(name) == dim)
+        if known is None or (dim := dims.get(node.name)) is None:
+            continue
+        pairs = zip(known.results[0], mesh.shape, strict=True)
+        found = lcm(found, prod(count for placed, count in pairs if placed == Shard(dim)))
+    return found
 
 
 def _budget(cluster: Cluster, given: float | None) -> float:

@@ -91,8 +91,11 @@ def explain_equal_stages(request: PlanRequest) -> str | None:
         return f"the mode is {request.mode}"
     if not free:
         return "a stage has several ranks"
-    if not all(one.kind == "fix" and one.key in (*_SATISFIABLE, *stages) for one in constraints):
-        return "constraints fix degrees or cuts"
+    satisfiable = (*_SATISFIABLE, *stages)
+    others = [one for one in constraints if one.kind != "fix" or one.key not in satisfiable]
+    if others:
+        texts = ", ".join(str(one).removeprefix("fix ") for one in others)
+        return f"plans with replicas cannot satisfy {texts}"
     return (
         None
         if requested == "always" or is_heterogeneous(request.cluster)

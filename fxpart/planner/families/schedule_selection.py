@@ -212,10 +212,19 @@ class ScheduleSelector:
         ), parts
 
     def _explain_too_few_blocks(self, names: tuple[str, ...]) -> FxpartError:
+        where = f"schedule={','.join(names)}"
+        if self.problem.max_stages < 2:
+            return error(
+                "FXP202",
+                where=where,
+                why="virtual stages need a pipeline of at least 2 ranks (or meshes), and the "
+                "constraints and the cluster leave 1",
+                fix=f"use at least 2 stages, or schedule={DEFAULT_SCHEDULE}",
+            )
         cuts = len(self.problem.blocks) - len(set(self.problem.no_cut_after))
         return error(
             "FXP202",
-            where=f"schedule={','.join(names)}",
+            where=where,
             why=f"the model can be cut into at most {cuts} virtual stages, on "
             f"{self.problem.min_stages} to {self.problem.max_stages} ranks",
             fix=f"use fewer (virtual) stages, or schedule={DEFAULT_SCHEDULE}; "
