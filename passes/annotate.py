@@ -130,7 +130,8 @@ class _SeedPlacements:
             )
             if why:
                 where = f"annotation {text!r}, {_called(target)}, {name}:{word}"
-                self.problems.append(Problem("FXP111", where, why, FIX))
+                fix = "use another placement, or an axis with fewer ranks"
+                self.problems.append(Problem("FXP111", where, why, fix))
 
     def check(self) -> None:
         """Check that factors exist and that the axes of each target fit together."""

@@ -162,7 +162,11 @@ def explain_invalid_placement(
     if size % placement.outer:
         return f"dim {placement.dim} of size {size} is not {placement.outer} equal parts"
     if size // placement.outer < parts:
-        return f"dim {placement.dim} has {size // placement.outer} to cut, the axis {parts} ranks"
+        part = f"each of {placement.outer} parts of dim" if placement.outer > 1 else "dim"
+        return (
+            f"{part} {placement.dim} has size {size // placement.outer}, and the axis has "
+            f"{parts} ranks"
+        )
     if placement.outer > 1 and (size // placement.outer) % parts:
         return f"each of {placement.outer} parts must be a multiple of {parts}"
     return ""

@@ -157,7 +157,7 @@ def choose_degrees(
             "FXP202",
             where=f"{request.ranks} ranks on {request.cluster.name}",
             why="no allowed combination of stage count and degrees uses exactly so many ranks",
-            fix=f"use {len(request.cluster.devices)} ranks, a larger cluster, or fewer constraints",
+            fix="use another number of ranks, a larger cluster, or fewer constraints",
         )
     solved = list(_solve_each(problems, request, progress))
     schedules = requested_schedules(request)

@@ -150,7 +150,7 @@ def _price_by_estimate(pricer: MeshPricer, proposals: Sequence[SourcedProposal])
         for one in sorted(nearest.values(), key=lambda one: seconds[one])[:_REFINED] or proposals:
             attempt(one, every=True)
     if not found:
-        raise FxpartError(problems)
+        raise FxpartError(list(dict.fromkeys(problems)))
     return found
 
 
@@ -193,7 +193,7 @@ def _price_by_ideal(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) ->
         else:
             found.append((*made, members[0]))
     if not found:
-        raise FxpartError(problems)
+        raise FxpartError(list(dict.fromkeys(problems)))
     return found
 
 

@@ -93,7 +93,7 @@ def test_everything_wrong_is_said_at_once() -> None:
     assert "the mesh has no axis 'ep', only tp, big" in texts
     assert "no dim 2" in texts
     assert "are not sums" in texts
-    assert "dim 1 has 6 to cut, the axis 8 ranks" in texts
+    assert "dim 1 has size 6, and the axis has 8 ranks" in texts
     assert "'op:linear', linear: the op's rule does not allow it" in texts
     assert len(found) == 8
 

@@ -71,6 +71,7 @@ def compiled(devices: int, microbatches: int, **constraints: Any) -> fxpart.Prog
         (2, {"mesh": "dp=2", "ep": 2}, "ep=2", "no mixture of experts"),
         (2, {"mesh": "none", "stages": 1, "schedule": "interleaved"}, "", "at least 2 ranks"),
         (2, {"mesh": "dp=2", "stages": 1, "schedule": "zb-v"}, "zb-v", "at least 2 ranks"),
+        (2, {"stages": 1, "tp": "1,2", "schedule": "zb-v"}, "zb-v", "at least 2 ranks"),
         (2, {"stages": 2, "ranks": 3}, "3 ranks", "no allowed combination of stage count"),
     ],
 )
@@ -82,6 +83,14 @@ def test_reasons_are_true(
         compiled(4, microbatches, **constraints)
     (problem,) = caught.value.problems
     assert where in problem.where and words in problem.why and problem.fix
+
+
+@pytest.mark.slow
+def test_replicas_where_nothing_is_recomputed() -> None:
+    """Plans with replicas do not recompute, so that they satisfy these constraints."""
+    for given in ({"recompute": "none"}, {"forbid": "recompute"}):
+        made = compiled(3, 2, copies="always", stages=2, **given)
+        assert made.plan.replicas and made.verify(steps=1).passed
 
 
 @pytest.mark.slow

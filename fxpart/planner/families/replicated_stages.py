@@ -23,6 +23,7 @@ from fxpart.codegen.generated_program import (
 )
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError
+from fxpart.plan.constraint_table import CONSTRAINTS
 from fxpart.plan.model import Certificate, Plan
 from fxpart.planner.families.schedule_selection import chooses_cuts, requested_schedules
 from fxpart.planner.mesh_plan import apply_constraints
@@ -43,7 +44,7 @@ from fxpart.pricing.partition import price
 from fxpart.pricing.replicated_problem import is_heterogeneous, make_replicated_problem
 from fxpart.program.replicas import get_replica_rounds
 from fxpart.schedule.spec import SCHEDULES
-from fxpart.solver.joint.constraints.parse import parse_constraints
+from fxpart.solver.joint.constraints.parse import PlanConstraint, parse_constraints
 from fxpart.solver.portfolio import status_of
 from fxpart.solver.problem import PartitionChoice, Solution
 from fxpart.solver.replicated_chain.dp import size_of, solve_replicated_chain
@@ -91,8 +92,7 @@ def explain_equal_stages(request: PlanRequest) -> str | None:
         return f"the mode is {request.mode}"
     if not free:
         return "a stage has several ranks"
-    satisfiable = (*_SATISFIABLE, *stages)
-    others = [one for one in constraints if one.kind != "fix" or one.key not in satisfiable]
+    others = [one for one in constraints if not _is_satisfiable(one, (*_SATISFIABLE, *stages))]
     if others:
         texts = ", ".join(str(one).removeprefix("fix ") for one in others)
         return f"plans with replicas cannot satisfy {texts}"
@@ -101,6 +101,14 @@ def explain_equal_stages(request: PlanRequest) -> str | None:
         if requested == "always" or is_heterogeneous(request.cluster)
         else "all devices are equal"
     )
+
+
+def _is_satisfiable(constraint: PlanConstraint, keys: Sequence[str]) -> bool:
+    """Return whether plans with replicas, which do not recompute activations, can satisfy it."""
+    fixes = constraint.kind == "fix"
+    if constraint.key == "recompute":
+        return (CONSTRAINTS["recompute"].plain in constraint.values) == fixes
+    return fixes and constraint.key in keys
 
 
 def find_replicated_plan(front: PreparedModel, microbatches: int | None) -> Found | None:
