@@ -106,6 +106,8 @@ class FakeCallRunner:
                     with python_dispatcher(self.mode):
                         found = target(*args, **kwargs)
                     if _settled(found, whole):
+                        found = None if kwargs else _slice_by_arguments(target, args, whole)
+                    if found is None:
                         raise first
                     return found
                 except RuntimeError:
@@ -115,6 +117,27 @@ class FakeCallRunner:
                         why=f"it fails on the local shapes of a rank: {str(first).splitlines()[0]}",
                         fix="annotate its operands as replicated, or remove this axis of the mesh",
                     ) from first
+
+
+def _slice_by_arguments(target: Any, args: Any, whole: Any) -> torch.Tensor | None:
+    """Return a slice whose length is the difference of its ends; None for another call.
+
+    The fake op takes the length of the whole dim where the end equals it at capture, such as that
+    of a model's position ids for its longest sequences.
+    """
+    if target is not torch.ops.aten.slice.Tensor or len(args) != 4:
+        return None
+    tensor, dim, start, end = args
+    wanted = sympy.sympify(expression(whole.shape[dim]))
+    if not isinstance(end, torch.SymInt) or not isinstance(start, int) or start < 0:
+        return None
+    if not isinstance(tensor.shape[dim], int) or not wanted.is_polynomial():
+        return None
+    sizes, strides = [*tensor.shape], tensor.stride()
+    sizes[dim] = end - start
+    offset = tensor.storage_offset() + start * strides[dim]
+    found: torch.Tensor = tensor.as_strided(sizes, strides, offset)
+    return found
 
 
 def _settled(found: Any, whole: Any) -> bool:

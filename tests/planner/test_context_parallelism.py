@@ -17,6 +17,7 @@ from sharded_ranks import as_seen, train, written
 from sharded_runs import base, wrong
 from torch import nn
 from zoo import ZOO
+from zoo_language import make_model
 
 import fxpart
 from fxpart import FxpartError, Plan, Program
@@ -285,6 +286,24 @@ def test_an_output_with_another_layout_is_copied(monkeypatch: pytest.MonkeyPatch
 def test_sequences_that_do_not_divide(mesh: str) -> None:
     with pytest.raises(FxpartError, match="does not divide sequences of 12 tokens"):
         base("llama").program.replan("local:8", constraints={"mesh": mesh, "stages": 1})
+
+
+def test_sequences_as_long_as_the_position_ids() -> None:
+    """The slice of the ids is then all of them at capture, but no constant."""
+    torch.manual_seed(0)
+    model = make_model(
+        "BertForMaskedLM", "BertConfig", vocab_size=31, hidden_size=16, num_hidden_layers=1,
+        num_attention_heads=2, intermediate_size=32, max_position_embeddings=16,
+    )  # fmt: skip
+    ids = torch.randint(4, 31, (4, 16))
+    program = fxpart.compile(
+        model, "local:2", example_inputs={"input_ids": ids, "labels": ids},
+        constraints={"mesh": "cp=2", "stages": 1},
+    )  # fmt: skip
+    assert verify(program, steps=2).passed
+    trainer = program.trainer("sgd")
+    trainer.step({"input_ids": ids[:, :8], "labels": ids[:, :8]})
+    trainer.close()
 
 
 def test_a_model_without_attention() -> None:

@@ -100,12 +100,14 @@ def test_few(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(0, 200, GROUP))
 def test_two_hundred(first: int, tmp_path: Path) -> None:
     check([draw_case(number) for number in range(first, first + GROUP)], tmp_path)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 @pytest.mark.parametrize("first", range(1000, 1020, GROUP))
 def test_other_dtypes(dtype: str, first: int, tmp_path: Path) -> None:
@@ -113,6 +115,7 @@ def test_other_dtypes(dtype: str, first: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(2000, 2020, 5))
 def test_over_gloo(first: int, tmp_path: Path, pool: Pool) -> None:
     check([draw_case(number, ranks=4) for number in range(first, first + 5)], tmp_path, pool)
