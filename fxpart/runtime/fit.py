@@ -266,7 +266,9 @@ class FitLoop:
         return self.trainer.submit(batch, accumulate=accumulate, local=self.run.local)
 
     def _add_loss(self, call: int, loss: torch.Tensor) -> None:
-        """Add the loss of a batch to that of its update."""
+        """Add the loss of a batch to that of its update; ignore calls before the run."""
+        if call not in self._updates:
+            return
         update, weight = self._updates.pop(call)
         update.total += float(loss) * weight
         update.left -= 1
@@ -365,6 +367,12 @@ class FitLoop:
 
     def _hand_over_scheduler(self) -> None:
         """Let stages that update on their own step a scheduler of every update."""
+        options = self.trainer.pipeline.update_options
+        if self.scheduler is not None and options is not None and options.scheduler is not None:
+            raise error(
+                "FXP109", where="fit(scheduler=)", why="the trainer has a scheduler already",
+                fix="pass it to fit or to program.trainer, not to both",
+            )  # fmt: skip
         stepped = self.scheduler is not None and not self._waits_for_values
         if stepped and self.run.scheduler_every == "step":
             self._is_handed_over = self.trainer.pipeline.use_scheduler(self.scheduler)

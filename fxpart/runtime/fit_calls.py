@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from fxpart.diagnostics.exception_text import describe_exception
-from fxpart.errors import FxpartError, error
-from fxpart.runtime.batch.batch_iterator import call_user_function
+from fxpart.errors import FxpartError
+from fxpart.runtime.batch.batch_iterator import call_user_function, make_user_error
 from fxpart.runtime.training_run.run_digests import CompletedUpdate
 from fxpart.runtime.transport.agreement import AllRanksError
 
@@ -62,10 +61,6 @@ class UserCalls:
         except Exception as cause:
             if isinstance(cause, FxpartError) and cause.code in ("FXP503", "FXP504"):
                 raise
-            failure = error(
-                "FXP507", where=what, why=describe_exception(cause),
-                fix="fix the error there; every rank has stopped this run",
-            )  # fmt: skip
-            self._trainer.pipeline.abort(cause if isinstance(cause, FxpartError) else failure)
+            self._trainer.pipeline.abort(make_user_error(what, cause))
             self._aborted = True
             return cast(T, NONE)

@@ -77,8 +77,11 @@ class FitOptions:
             raise error("FXP109", where="fit", why=wrong, fix="see the docs page on training")
         return self
 
-    def check_unflushed(self) -> None:
-        """Raise FXP109 for options that a pipeline without flushes does not support."""
+    def check_unflushed(self, *, skips: bool) -> None:
+        """Raise FXP109 for options that a pipeline without flushes does not support.
+
+        skips: whether stages skip updates with non-finite gradients.
+        """
         problem: tuple[str, str, str] | None = None
         if self.accumulate != 1:
             problem = (
@@ -96,8 +99,14 @@ class FitOptions:
         elif self.nonfinite in ("stop", "rollback"):
             problem = (
                 f"nonfinite={self.nonfinite!r}",
-                "each stage updates by itself, and skips non-finite gradients",
+                "each stage updates by itself",
                 'use "warn" or "skip"',
+            )
+        elif self.nonfinite == "skip" and not skips:
+            problem = (
+                'nonfinite="skip"',
+                "with queues or guard=False, no stage skips non-finite gradients",
+                'use "warn", or an asynchronous pipeline with guard=True',
             )
         if problem is not None:
             where, why, fix = problem

@@ -66,11 +66,6 @@ class Trainer(Inference):
         self.average: WeightAverage | None = None
         if self.options.ema is not None:
             self.average = WeightAverage(self._state, self._shards, self.options.ema)
-        if self.optimizer is None and self.is_asynchronous:
-            raise error(
-                "FXP109", where="an asynchronous trainer", why="no optimizer was given",
-                fix="use program.trainer(optimizer=torch.optim.AdamW)",
-            )  # fmt: skip
         self.pipeline = _PIPELINES[self.kind](self)
 
     # -- training -------------------------------------------------------------------------------
@@ -237,9 +232,9 @@ class Trainer(Inference):
         """Train over batches, with evaluations, a scheduler, callbacks and early stopping.
 
         batches: an iterable of global batches, iterated again for each epoch; a function that
-        returns one; or an iterator, for one epoch. Keywords
-        (:class:`~fxpart.runtime.fit.FitOptions`): steps and epochs: maximum number of updates and
-        passes (one pass if neither is given). accumulate: batches per update, averaged as in
+        returns one; or an iterator, for one epoch. Keywords are those of
+        :class:`~fxpart.runtime.fit_options.FitOptions`: steps and epochs: maximum number of updates
+        and passes (one pass if neither is given). accumulate: batches per update, averaged as in
         :meth:`backward` (the last update of an epoch may have fewer). evaluate: batches to evaluate
         on after each epoch or after ``every`` updates, with metrics (see :meth:`evaluate`).
         scheduler: a scheduler of :attr:`optimizer`, or a function of the optimizer that creates
@@ -267,7 +262,8 @@ class Trainer(Inference):
             raise error("FXP109", where="fit", why=str(cause), fix=fix) from cause
         given.check()
         if self.is_asynchronous:
-            given.check_unflushed()
+            skips = self.kind == "asynchronous" and self.options.guard
+            given.check_unflushed(skips=skips)
         return FitLoop(self, batches, given).go()
 
     def record(self, *, baseline: int | None = None) -> AbstractContextManager[Recorder]:

@@ -128,6 +128,11 @@ class TrainerBase(OptimizerOwner):
         firsts = get_pipeline_ranks(self._ranks, 0)
         placed = resolve_schedule(schedule, spec, firsts, microbatches, transport.ranks)
         check_program(spec, self._ranks, self.options)
+        if optimizer is None and self.is_asynchronous:
+            raise error(
+                "FXP109", where=self.options.describe_kind(), why="no optimizer was given",
+                fix="use program.trainer(optimizer=torch.optim.AdamW)",
+            )  # fmt: skip
         self._meshes = self._connect_meshes()
         own = [mesh_rank.index for mesh_rank in self._mesh_ranks]
         self._local = LocalExecutors(own, transport, self._meshes)

@@ -147,6 +147,10 @@ class TrainerOptions:
                 fix = f"use one of {', '.join(known)}"
                 raise _make_error(name, "there is no such option", fix)
         made = cls(**given)
+        for name in ("clip_norm", "clip_value", "ema", "gather_ahead", "patience"):
+            value = getattr(made, name)
+            if value is not None and not _is_number(value):
+                raise _make_error(f"{name}={value!r}", "it is not a number", "pass a number")
         for name in ("clip_norm", "clip_value"):
             largest = getattr(made, name)
             if largest is not None and not largest > 0:
@@ -205,7 +209,7 @@ class TrainerOptions:
             problem = "scheduler must be a function that makes a scheduler for an optimizer"
         elif not all(map(is_count, (given,) if single else cast(Sequence[Any], given))):
             problem = f"staleness={given!r} must be integers of at least 0 (updates)"
-        elif not isinstance(self.patience, (int, float)) or not self.patience > 0:
+        elif not self.patience > 0:
             problem = f"patience={self.patience!r} must be above 0 seconds"
         elif self.kind == "queue" and self.mode.name not in list_queue_modes():
             known = " or ".join(list_queue_modes())
@@ -253,7 +257,7 @@ class TrainerOptions:
             values["schedule"] = to_text(self.schedule)
         function = getattr(self.scheduler, "func", self.scheduler)
         values["scheduler"] = getattr(function, "__qualname__", type(function).__name__)
-        values["weights"] = self.mode
+        values["weights"] = f"{self.kind} {self.mode}"
         return " ".join(f"{name} {value}" for name, value in values.items())
 
     @property
@@ -264,6 +268,10 @@ class TrainerOptions:
 
 def _make_error(where: str, why: str, fix: str) -> Exception:
     return error("FXP109", where=where, why=why, fix=fix)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
 
 
 def is_count(value: object) -> bool:
@@ -297,7 +305,7 @@ def _find_unflushed_reasons(spec: ProgramSpec, options: TrainerOptions) -> Itera
         yield "a sharded optimizer (ZeRO)", "use zero=0"
     if options.compile_stages and options.mode.backward != "forward":
         why = "compiled stages: their backward may recompute activations, with other weights than "
-        yield f"{why}those of their forward", "use compile_stages=False or weights=stash"
+        yield f"{why}those of their forward", 'use compile_stages=False or weight_mode="stash"'
     cut = sharding is not None and any("S(" in s.placements for s in sharding.state.values())
     if cut and (options.clip_norm is not None or options.log_grad_norm):
         yield "gradient norms of sharded parameters", "use clip_value="

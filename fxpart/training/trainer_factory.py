@@ -33,7 +33,7 @@ from fxpart.runtime.state.module_watch import ModuleWatch
 from fxpart.runtime.state.shard_layout import make_state_slicer
 from fxpart.runtime.state.weight_consistency import check_same_weights
 from fxpart.runtime.torch_modes import TorchModes, TrainerCallKind, disable_torch_modes
-from fxpart.runtime.trainer_options import ASYNCHRONOUS_OPTIONS, TrainerOptions
+from fxpart.runtime.trainer_options import ASYNCHRONOUS_OPTIONS, QUEUE, TrainerOptions
 from fxpart.runtime.transport.agreement import agree
 from fxpart.runtime.transport.interface import Transport
 from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE, SCHEDULES
@@ -41,6 +41,9 @@ from fxpart.schedule.weight_modes import FLUSH, MODES, SPECTRAIN, WeightMode, we
 
 if TYPE_CHECKING:
     from fxpart.api import Program
+
+
+_FROM_PLAN = frozenset(("microbatches", "schedule"))
 
 
 def make_trainer(
@@ -57,6 +60,11 @@ def make_trainer(
 
     weights: their source. weight_mode: replaces the plan's. options: the trainer's own.
     """
+    for name in _FROM_PLAN & options.keys():
+        raise error(
+            "FXP109", where=f"trainer({name}=)", why="the plan sets it",
+            fix=f"pass it to compile(), as an argument or as constraints={{{name!r}: ...}}",
+        )  # fmt: skip
     kind = _get_device_type(program.plan)
     captured = program.captured
     ambient = TorchModes(captured.default_dtype, captured.precision, kind, captured.mode_change)
@@ -248,8 +256,9 @@ class _LocalPlacement:
             options["weights"] = weight_mode
         transport: Transport = self.transport
         if queue and isinstance(self.transport, ProcessGroupTransport):
-            patience = options.get("patience", TrainerOptions.patience)
-            transport = FaultTolerantTransport(self.transport, patience)
+            given = {"patience": options.get("patience", TrainerOptions.patience)}
+            checked = TrainerOptions.of({"microbatches": 1, "routing": QUEUE, **given})
+            transport = FaultTolerantTransport(self.transport, checked.patience)
         made = Trainer(
             first.spec,
             first.modules,

@@ -153,6 +153,54 @@ def test_of_stages_that_update_alone(tmp_path: Path) -> None:
     assert all(torch.equal(t, other.ema_state_dict()[name]) for name, t in found.items())
 
 
+def make_stages() -> Any:
+    """A trainer of two stages with weights that update alone."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    program = fxpart.compile(
+        module, "local:2", example_inputs=rows(0), loss=nn.functional.cross_entropy,
+        microbatches=1, constraints={"mesh": "none", "stage": "0=0;2=1"}, check="off",
+    )  # fmt: skip
+    return program.trainer("sgd", weight_mode="stash", ema=DECAY)
+
+
+def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=draw), torch.randint(4, (8,), generator=draw)
+
+
+def run_after_a_skip(folder: str) -> list[bool]:
+    """Whether each average is the weight after an update that only stage 0 has skipped."""
+    trainer, left = make_stages(), [True]
+    for module in trainer._mesh_ranks[0].modules.values():
+        for name, parameter in module.named_parameters():
+            if name.startswith("p_0_weight"):
+                parameter.register_hook(lambda g: g * float("nan") if left and left.pop() else g)
+    trainer.step(rows(0))
+    averages, weights = trainer.ema_state_dict(), trainer.state_dict()
+    assert [report.skipped for report in trainer.report()] == [1, 0]
+    trainer.save_checkpoint(folder)
+    other = make_stages()
+    other.load_checkpoint(folder)
+    again = other.ema_state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in averages.items())
+    for each in (trainer, other):
+        each.step(rows(1))
+    first, second = trainer.ema_state_dict(), other.ema_state_dict()
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+    return [torch.equal(averages[name], weights[name]) for name in weights]
+
+
+def test_an_average_of_a_skipped_first_update(tmp_path: Path) -> None:
+    """It begins with the first update that is made; until then it is the weights."""
+    assert all(run_after_a_skip(str(tmp_path)))
+
+
+@pytest.mark.slow
+def test_an_average_of_a_skipped_first_update_over_gloo(pool: Pool, tmp_path: Path) -> None:
+    assert all(map(all, pool.run(run_after_a_skip, str(tmp_path))))
+
+
 def test_a_rejected_update_is_not_averaged() -> None:
     trainer = make_trainer(LAYOUTS["one rank"])
     trainer.step(batch(0))
@@ -186,10 +234,10 @@ def test_decays_that_are_refused(decay: float) -> None:
         make_trainer(LAYOUTS["one rank"], ema=decay)
 
 
-def test_asynchronous_trainers_have_none() -> None:
+def test_queues_have_none() -> None:
     program = fxpart.compile(
         model(), "local:2", example_inputs=batch(0), loss=nn.functional.cross_entropy,
         microbatches=1, constraints={"mesh": "none", "stages": 2}, check="off",
     )  # fmt: skip
     with pytest.raises(FxpartError, match="a moving average of the weights"):
-        program.trainer("sgd", weight_mode="stash", ema=0.9)
+        program.trainer("sgd", routing="queue", ema=0.9)

@@ -61,7 +61,7 @@ class ReceiveChannel:
         self._device = device
         self._form = form
         self._ahead = ahead
-        self.source, _, self.channel = ends
+        self.source = ends[0]
         self.begin()
 
     def begin(self) -> None:
@@ -80,13 +80,6 @@ class ReceiveChannel:
         self._ensure(self.taken + 1)
         header, handles, _ = self._handles[0]
         return self._transport.ready(header) and all(map(self._transport.ready, handles))
-
-    def settle(self, index: int) -> None:
-        """Wait for the next message, but keep it; index: unused, as messages are ordered."""
-        self._ensure(self.taken + 1)
-        header, handles, _ = self._handles[0]
-        for handle in (header, *handles):
-            self._transport.wait(handle)
 
     def take(self) -> tuple[StageMessageHeader, list[torch.Tensor]]:
         """Wait for the next message, then post another receive."""

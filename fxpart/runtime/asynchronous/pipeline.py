@@ -27,6 +27,7 @@ from fxpart.runtime.asynchronous.status_builder import (
 )
 from fxpart.runtime.asynchronous.tied_parameters import refresh_tied_weights
 from fxpart.runtime.asynchronous.unflushed_pipeline import UnflushedPipeline
+from fxpart.runtime.batch.batch_iterator import make_user_error
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit, Shape
 from fxpart.runtime.gradients.gradient_norm import (
     clip_gradient_norm,
@@ -43,10 +44,6 @@ from fxpart.runtime.transport.agreement import (
 from fxpart.runtime.weights import StageCounters
 from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import WeightMode
-
-if TYPE_CHECKING:
-    from fxpart.runtime.trainer import Trainer
-
 
 if TYPE_CHECKING:
     from fxpart.runtime.trainer import Trainer
@@ -173,7 +170,12 @@ class AsyncPipeline(UnflushedPipeline):
         self.settle()
         self._trainer._agree_on_call("report")
         mine = [
-            StageReport.of(stage, self.staleness[stage], weights)
+            StageReport.of(
+                stage,
+                self.staleness[stage],
+                weights,
+                self.stages.executors[stage, mesh_rank].computed,
+            )
             for (stage, mesh_rank), weights in self.stage_weights.items()
             if mesh_rank == 0
         ]
@@ -239,7 +241,10 @@ class AsyncPipeline(UnflushedPipeline):
         for update in self.stages.updates.values():
             update.deferred = closing and self._uses_global_gradients
         self.events.step = self._trainer.calls + 1
-        self._submit_options(self.versions.start + self._trainer.calls - self._first_call)
+        try:
+            self._submit_options(self.versions.start + self._trainer.calls - self._first_call)
+        except Exception as cause:  # Other ranks learn of it as of a failure of a stage.
+            next(iter(self.stages.executors.values())).fail(make_user_error("the scheduler", cause))
         self.stages.minibatch(self._feed.parts(cut), self._trainer._keys(cut), closing=closing)
         self._last_split, self._has_in_flight, self._tied_weights_equal = cut, not closing, False
         call, self._trainer.calls = self._trainer.calls, self._trainer.calls + 1
@@ -345,10 +350,10 @@ class AsyncPipeline(UnflushedPipeline):
         self.events.write(self._status_wait_mark)
         with convert_transport_errors(self._transport, "receiving the status of a call"):
             call, statuses, expected = self._statuses.receive()
+        if any(status.failed for status in statuses):
+            self._fail(flushed=flushed)
         if len({status.options for status in statuses}) > 1:
             next(iter(self.stages.executors.values())).fail(make_options_error())
-            self._fail(flushed=flushed)
-        if any(status.failed for status in statuses):
             self._fail(flushed=flushed)
         self._trainer.request.store([status.requests for status in statuses])
         for rank, (status, expected_counts) in enumerate(zip(statuses, expected, strict=True)):

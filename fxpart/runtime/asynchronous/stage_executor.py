@@ -44,8 +44,8 @@ from fxpart.schedule.versions import WeightVersionCounters
 class AsyncStageExecutor(Executor):
     """Runs the actions of one stage, call by call, without the end of a step.
 
-    forwards, backwards: microbatches since the last flush. losses: by microbatch, until they are
-    popped.
+    forwards, backwards: microbatches since the last flush. computed: forwards since the start.
+    losses: by microbatch, until they are popped.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AsyncStageExecutor(Executor):
         self.doing = Action(self.stage, ActionKind.F, 0)
         self.ties = StageTiedParameters(layout, self.stage, table.module)
         self.versions = versions
-        self.read_last = 0
+        self.read_last = self.computed = 0
         self._layout = layout
         self._table = table
         self._mode = weights.mode
@@ -191,6 +191,7 @@ class AsyncStageExecutor(Executor):
         yield Instruction(action, awaits, do, receive, mark)
         self.read_last = read.version
         self.forwards += 1
+        self.computed += 1
         for peer, spec, sender in self._channels.out:
             yield self._prepare_send(
                 Action(self.stage, ActionKind.SEND_F, microbatch, peer),

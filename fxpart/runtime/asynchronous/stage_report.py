@@ -18,8 +18,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     updates: so far. copies: most weight versions in memory at once, including the parameters.
     skipped: updates skipped because of non-finite gradients. rho: (microbatch, ρ = |predicted -
     real| / |stale - real|) for measured predictions; above 1, the prediction is worse than the
-    stale weights. microbatches: forwards computed with queues, including repetitions for a lost
-    replica.
+    stale weights. microbatches: forwards computed since the trainer was created, with queues
+    including repetitions for a lost replica.
     """
 
     stage: int
@@ -31,11 +31,13 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     microbatches: int = 0
 
     @classmethod
-    def of(cls, stage: int, staleness: int, weights: StageWeights) -> StageReport:
+    def of(
+        cls, stage: int, staleness: int, weights: StageWeights, microbatches: int
+    ) -> StageReport:
         """Report on a stage since the last report."""
         return cls(
             stage=stage, staleness=staleness, updates=weights.updates, skipped=weights.skipped,
-            copies=weights.most, rho=tuple(weights.rhos()),
+            copies=weights.most, rho=tuple(weights.rhos()), microbatches=microbatches,
         )  # fmt: skip
 
     @property

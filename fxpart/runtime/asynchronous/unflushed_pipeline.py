@@ -76,11 +76,6 @@ class UnflushedPipeline(Pipeline):
 
     def use_scheduler(self, scheduler: Any) -> bool:
         """Step a scheduler at every submitted update, so that predictions know its coming rates."""
-        if scheduler is not None and self.update_options.scheduler is not None:
-            raise error(
-                "FXP109", where="fit(scheduler=)", why="the trainer has a scheduler already",
-                fix="pass it to fit or to program.trainer, not to both",
-            )  # fmt: skip
         self.update_options.use_scheduler(scheduler)
         return True
 

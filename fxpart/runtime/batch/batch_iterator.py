@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from fxpart.errors import FxpartError
+from fxpart.diagnostics.exception_text import describe_exception
+from fxpart.errors import FxpartError, error
 from fxpart.runtime.transport.agreement import AllRanksError, agree, make_exception_problem
 from fxpart.runtime.transport.interface import Transport
 
@@ -57,6 +58,14 @@ def announce_exception(transport: Transport, what: str, cause: Exception) -> Fxp
     except FxpartError as reported:
         return reported
     raise AssertionError("the agreement raises the reported problem")
+
+
+def make_user_error(what: str, cause: Exception) -> FxpartError:
+    """Return the error that every rank raises for user code that failed on one of them."""
+    if isinstance(cause, FxpartError):
+        return cause
+    fix = "fix the error there; every rank has stopped this run"
+    return error("FXP507", where=what, why=describe_exception(cause), fix=fix)
 
 
 _END = object()

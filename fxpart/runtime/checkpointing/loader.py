@@ -106,7 +106,7 @@ def _open_checkpoint(trainer: Trainer, path: Path) -> Checkpoint:
 
 
 def load_from(trainer: Trainer, path: Path) -> dict[str, Any]:
-    """Implement :meth:`fxpart.runtime.stateful_trainer.Trainer.load_checkpoint`."""
+    """Implement :meth:`fxpart.runtime.trainer.Trainer.load_checkpoint`."""
     one = agree(
         trainer.transport, "the checkpoint", lambda: ((path / NAME).exists(), str(path.absolute()))
     )
@@ -241,17 +241,21 @@ class _CheckpointLoader:
                         group[name] = convert_option(current, value)
 
     def _restore_average(self) -> None:
-        """Restore the moving average; it starts anew if the checkpoint has none."""
+        """Restore the moving averages; those that the checkpoint does not have start anew."""
         average = self._trainer.average
         if average is None:
             return
-        average.start(started=any(key.startswith("ema/") for key in self._manifest.tensors))
-        if average.started:
-            with torch.no_grad():
-                for key, (_, value) in average.get_averages().items():
-                    holder = self._optimizer_tensors[key]
-                    self._fill(f"ema/{holder.name}/{SLOT}", holder.region, value)
-            self._last_read = None
+
+        def read(key: int, value: torch.Tensor) -> bool:
+            holder = self._optimizer_tensors[key]
+            name = f"ema/{holder.name}/{SLOT}"
+            if name in self._manifest.tensors:
+                self._fill(name, holder.region, value)
+            return name in self._manifest.tensors
+
+        with torch.no_grad():
+            average.restore(read)
+        self._last_read = None
 
     def _restore_stages(self) -> None:
         """Restore the state of stages that update on their own, and the counters."""

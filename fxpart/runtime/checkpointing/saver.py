@@ -359,7 +359,7 @@ class Saver:
 
 
 def save_once(trainer: Trainer, root: Path, extra: dict[str, Any]) -> Path:
-    """Implement :meth:`fxpart.runtime.stateful_trainer.Trainer.save_checkpoint`."""
+    """Implement :meth:`fxpart.runtime.trainer.Trainer.save_checkpoint`."""
     flush_before_snapshot(
         trainer
     )  # first: update counts are equal on all ranks only without minibatches in flight

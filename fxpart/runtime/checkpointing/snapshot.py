@@ -149,9 +149,9 @@ class _SnapshotBuilder:
             self.snapshot.shared["optimizer"] = type(optimizer).__name__
 
     def average(self) -> None:
-        """Add the moving average of the weights, once an update was averaged."""
+        """Add the moving averages of the weights with averaged updates."""
         average = self._trainer.average
-        if average is None or not average.started:
+        if average is None:
             return
         for key, (weight, value) in average.get_averages().items():
             self._add_slot("ema", weight, self._optimizer_tensors[key], SLOT, value)

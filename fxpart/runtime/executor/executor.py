@@ -100,10 +100,6 @@ class Executor:
         """Make only transfers, with zeros in place of results."""
         self.halted = True
 
-    def waiting(self) -> str:
-        """Return the action that has not run, for a message."""
-        return str(self.doing)
-
     def _make_lost_error(
         self, instruction: Instruction, cause: TransferTimeoutError | PeerLostError
     ) -> FxpartError:

@@ -57,13 +57,9 @@ class Inbox(Protocol):
     """The messages of one rank over one channel. source: the rank that sends them."""
 
     source: int
-    channel: int
 
     def ready(self, index: int, /) -> bool:
         """Return whether the message can be taken without waiting."""
-
-    def settle(self, index: int, /) -> None:
-        """Wait for the message as taking it does, but keep it to be taken later."""
 
 
 Arrival = tuple[Inbox, int, Any]  # The inbox, the place in it, and its content.

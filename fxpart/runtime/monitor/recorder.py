@@ -19,6 +19,7 @@ from fxpart.accelerator import is_accelerator, synchronize
 from fxpart.collectives.communicator import CollectiveHandle, Start
 from fxpart.errors import error
 from fxpart.runtime.executor.instruction import Arrival, Instruction
+from fxpart.runtime.executor.receive_queue import ReceiveQueue
 from fxpart.runtime.mesh.mesh_ranks import Ranks
 from fxpart.runtime.monitor.measurements import (
     LocalMeasurements,
@@ -277,6 +278,7 @@ class RankRecorder:
     def _wait_for_messages(self, awaits: Sequence[Arrival], microbatch: int) -> None:
         """Wait for the messages as taking them would, and record each arrival."""
         for inbox, index, _ in awaits:
+            assert isinstance(inbox, ReceiveQueue), "only steps are recorded"
             before = self.now()
             inbox.settle(index)
             there = self.now()

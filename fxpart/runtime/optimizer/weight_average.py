@@ -7,7 +7,7 @@ each rank averages its shards, so an update needs no communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -29,15 +29,6 @@ class WeightAverage:
             for weight in self._get_weights(name).values():
                 self._averages[id(weight)] = weight, torch.empty_like(weight, requires_grad=False)
 
-    @property
-    def started(self) -> bool:
-        """Whether an update has been averaged, between two calls."""
-        return bool(self._started)
-
-    def start(self, *, started: bool) -> None:
-        """Continue with the present averages, or anew."""
-        self._started = set(self._averages) if started else set()
-
     @torch.no_grad()
     def update(self, weights: Iterable[torch.Tensor] | None = None) -> None:
         """Average the present weights: those that were updated, by default all."""
@@ -53,15 +44,27 @@ class WeightAverage:
                 self._started.add(key)
 
     def get_averages(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Return each weight, as the optimizer has it, with its average, by the weight's id."""
-        return self._averages
+        """Return each weight that was averaged, with its average, by the weight's id.
+
+        A weight is as the optimizer has it. One whose stage has only skipped updates has no
+        average yet.
+        """
+        return {key: self._averages[key] for key in self._averages if key in self._started}
+
+    def restore(self, read: Callable[[int, torch.Tensor], bool]) -> None:
+        """Continue with other averages.
+
+        read: fills the average of the weight with this id; returns False if there is none, and the
+        weight's average starts anew.
+        """
+        self._started = {key for key, (_, average) in self._averages.items() if read(key, average)}
 
     def gather(self, *, first_only: bool) -> dict[str, torch.Tensor]:
         """Return whole averages by name, or weights before the first update; collective."""
         names = self._state.trainable()
         wanted = {
             name: {
-                mesh_rank: self._averages[id(weight)][int(self.started)]
+                mesh_rank: self._averages[id(weight)][int(id(weight) in self._started)]
                 for mesh_rank, weight in self._get_weights(name).items()
             }
             for name in names

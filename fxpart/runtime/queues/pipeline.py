@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import nn
 
-from fxpart.diagnostics.exception_text import describe_exception
 from fxpart.diagnostics.rank_event import ALL, STEP
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.program.replica_groups import ReplicaGroupGraph
 from fxpart.runtime.asynchronous.stage_optimizers import record_options
 from fxpart.runtime.asynchronous.stage_report import StageReport, gather_stage_reports
 from fxpart.runtime.asynchronous.unflushed_pipeline import UnflushedPipeline
+from fxpart.runtime.batch.batch_iterator import make_user_error
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.engine import find_used_inputs, resolve_schedule
 from fxpart.runtime.executor.instruction import StageFailure, StepInput
@@ -123,7 +123,10 @@ class QueuePipeline(UnflushedPipeline):
         except FxpartError as cause:
             self._stop_all(list(cause.problems))
         self.events.step = call + 1
-        self._submit_options(call)
+        try:
+            self._submit_options(call)
+        except Exception as cause:
+            self._stop_all(list(make_user_error("the scheduler", cause).problems), cause)
         text = f"call {call}: {len(cut.rows)} microbatches of {sum(cut.rows)} rows {cut.sizes[0]}"
         text += f" optimizer options {self.update_options.digest}"
         for stage, worker in self._workers.items():
@@ -146,7 +149,7 @@ class QueuePipeline(UnflushedPipeline):
 
     def abort(self, cause: Exception) -> None:
         """Raise ``cause`` on every rank, in its next call."""
-        found = cause if isinstance(cause, FxpartError) else _make_error("the run", cause)
+        found = make_user_error("the run", cause)
         self._announce(FailureReport(_to_rows(list(found.problems))))
 
     def repeat(self) -> int:
@@ -264,6 +267,9 @@ class QueuePipeline(UnflushedPipeline):
                 except AllRanksError as cause:
                     self._local.broken = cause.problems[0].why
                     raise
+                except KeyboardInterrupt as cause:
+                    self._local.broken = type(cause).__name__
+                    raise
                 except Exception as cause:
                     rank = self._trainer._ranks[worker.copy][0]
                     failure = StageFailure(rank, worker.doing, cause)
@@ -347,8 +353,3 @@ class QueuePipeline(UnflushedPipeline):
 
 def _to_rows(problems: list[Problem]) -> tuple[tuple[str, str, str, str], ...]:
     return tuple((p.code, p.where, p.why, p.fix) for p in problems)
-
-
-def _make_error(where: str, cause: Exception) -> FxpartError:
-    fix = "fix the error there; every rank has stopped this run"
-    return error("FXP507", where=where, why=describe_exception(cause), fix=fix)
