@@ -23,7 +23,7 @@ from fxpart.errors import EXIT_INCOMPLETE, error
 
 if TYPE_CHECKING:
     from fxpart.runtime.callbacks import Event, StepInfo
-    from fxpart.runtime.fit import FitResult
+    from fxpart.runtime.fit_reports import FitResult
 
 _EVERY, _KEEP = 50, 2
 

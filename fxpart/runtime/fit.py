@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +15,7 @@ from fxpart.errors import error
 from fxpart.runtime.callbacks import Kind
 from fxpart.runtime.fit_calls import NONE, PendingUpdate, UserCalls
 from fxpart.runtime.fit_options import FitOptions, Statistics, iter_once
-from fxpart.runtime.fit_reports import RunReports
+from fxpart.runtime.fit_reports import FitResult, RunReports
 from fxpart.runtime.monitor.nonfinite_guard import (
     MOST_SKIPPED,
     NonFiniteGuard,
@@ -35,23 +34,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """The result of a run. steps: updates; epochs: complete passes; values: of the last evaluation.
-
-    Counts include those before a checkpoint that the run resumed from. why: "steps", "epochs",
-    "data", "early stopping", or the signal that ended it, such as "SIGTERM to rank 2". saved:
-    whether the last state is complete and intact on the disk; None without a run folder.
-    """
-
-    steps: int
-    epochs: int
-    why: str
-    loss: float
-    values: Mapping[str, float]
-    saved: bool | None = None
 
 
 class FitLoop:

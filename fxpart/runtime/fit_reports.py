@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +14,23 @@ from fxpart.runtime.monitor.memory_footprint import read_peak_memory
 
 if TYPE_CHECKING:
     from fxpart.runtime.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The result of a run. steps: updates; epochs: complete passes; values: of the last evaluation.
+
+    Counts include those before a checkpoint that the run resumed from. why: "steps", "epochs",
+    "data", "early stopping", or the signal that ended it, such as "SIGTERM to rank 2". saved:
+    whether the last state is complete and intact on the disk; None without a run folder.
+    """
+
+    steps: int
+    epochs: int
+    why: str
+    loss: float
+    values: Mapping[str, float]
+    saved: bool | None = None
 
 
 class UserCall(Protocol):

@@ -12,8 +12,7 @@ from fxpart.diagnostics.rank_event import ALL, STEP
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.gradients.communication import send_tied_gradients
 from fxpart.runtime.gradients.gradient_norm import (
-    clip_gradient_norm,
-    clip_gradient_value,
+    clip_both,
     compute_gradient_norms,
     divide_gradients,
 )
@@ -310,18 +309,16 @@ class FlushedPipeline(Pipeline):
         if self._trainer.log_gradient_statistics:
             found = compute_gradient_statistics(self._state, self._shards)
             self._trainer.last_gradient_statistics = found
+        total = None
         if options.clip_norm is not None or options.log_grad_norm:
             with convert_transport_errors(self._transport, "sharing gradients"):
                 norms = compute_gradient_norms(self._state, self._shards)
-            self._trainer.last_grad_norm = norms.total
+            total = self._trainer.last_grad_norm = norms.total
             self._trainer.last_group_norms = {
                 group.label(index): norms.of(group.names)
                 for index, group in enumerate(self._trainer._groups)
             }
-            if options.clip_norm is not None:
-                clip_gradient_norm(self._state, self._shards, norms.total, options.clip_norm)
-        if options.clip_value is not None:
-            clip_gradient_value(self._state, self._shards, options.clip_value)
+        clip_both(self._state, self._shards, total, options.clip_norm, options.clip_value)
 
     def _optimize(self) -> None:
         try:

@@ -13,8 +13,9 @@ import torch
 from fxpart.errors import error
 from fxpart.runtime.asynchronous.pipeline import AsyncPipeline
 from fxpart.runtime.asynchronous.stage_report import StageReport
-from fxpart.runtime.fit import FitLoop, FitResult
+from fxpart.runtime.fit import FitLoop
 from fxpart.runtime.fit_options import FitOptions
+from fxpart.runtime.fit_reports import FitResult
 from fxpart.runtime.flushed_pipeline import FlushedPipeline
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.monitor.recorder import Recorder

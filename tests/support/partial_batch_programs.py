@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.runtime.fit import FitResult
+from fxpart.runtime.fit_reports import FitResult
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 FEATURES, HIDDEN, TARGETS = 4, 8, 3

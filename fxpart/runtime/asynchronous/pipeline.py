@@ -29,11 +29,7 @@ from fxpart.runtime.asynchronous.tied_parameters import refresh_tied_weights
 from fxpart.runtime.asynchronous.unflushed_pipeline import UnflushedPipeline
 from fxpart.runtime.batch.batch_iterator import make_user_error
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit, Shape
-from fxpart.runtime.gradients.gradient_norm import (
-    clip_gradient_norm,
-    clip_gradient_value,
-    compute_gradient_norms,
-)
+from fxpart.runtime.gradients.gradient_norm import clip_both, compute_gradient_norms
 from fxpart.runtime.transport.agreement import (
     AllRanksError,
     agree,
@@ -269,10 +265,7 @@ class AsyncPipeline(UnflushedPipeline):
             norms = compute_gradient_norms(self._state, self._shards)
         self._trainer.last_grad_norm = norms.total
         options = self._trainer.options
-        if options.clip_norm is not None:
-            clip_gradient_norm(self._state, self._shards, norms.total, options.clip_norm)
-        if options.clip_value is not None:
-            clip_gradient_value(self._state, self._shards, options.clip_value)
+        clip_both(self._state, self._shards, norms.total, options.clip_norm, options.clip_value)
         for update in self.stages.updates.values():
             update.step()
 

@@ -65,6 +65,21 @@ def clip_gradient_norm(
         foreach_multiply_(gradients, factor.to(gradients[0].device, non_blocking=True))
 
 
+def clip_both(
+    state: ModelState,
+    shards: OptimizerShards,
+    norm: torch.Tensor | None,
+    largest_norm: float | None,
+    largest_value: float | None,
+) -> None:
+    """Clip the global norm, or each element. norm: before clipping, if ``largest_norm`` is given."""
+    if largest_norm is not None:
+        assert norm is not None, "a norm that is clipped is computed first"
+        clip_gradient_norm(state, shards, norm, largest_norm)
+    if largest_value is not None:
+        clip_gradient_value(state, shards, largest_value)
+
+
 def clip_gradient_value(state: ModelState, shards: OptimizerShards, largest: float) -> None:
     """Clamp every element of every gradient to ``-largest`` ... ``largest``."""
     for _, parameter in state.parameters():

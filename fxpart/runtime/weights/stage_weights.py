@@ -36,7 +36,7 @@ from fxpart.schedule.weight_modes import WeightMode
 class _MicrobatchInFlight:
     """A microbatch between its forward and its backward."""
 
-    __slots__ = ("read", "received", "source", "version", "watched")
+    __slots__ = ("read", "received", "source", "watched")
 
     def __init__(
         self, read: WeightRead, source: WeightSource, received: Mapping[torch.Tensor, torch.Tensor]

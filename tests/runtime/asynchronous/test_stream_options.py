@@ -132,6 +132,61 @@ def test_the_scheduler_of_fit_is_the_scheduler_option(mode: str, name: str, tmp_
         given.fit(data, scheduler=SCHEDULES[name])
 
 
+class Failing(lr_scheduler.LRScheduler):
+    """Raises in its third step, on one rank."""
+
+    fails = True
+
+    def get_lr(self) -> list[float]:
+        if self.fails and self.last_epoch == 3:
+            raise ValueError("no rate")
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def failed(where: str, every: str) -> list[str]:
+    """The codes that this rank's run raises; the scheduler of rank 1 fails."""
+    transport = stream_programs.connect(2, timeout=20.0)
+
+    def schedule(optimizer: Any) -> Failing:
+        Failing.fails = transport.local[-1] == 1
+        return Failing(optimizer)
+
+    hand = language(CUTS[2], tied=False)
+    given = {"scheduler": schedule}
+    trainer = make(
+        hand, transport, weights="stash", microbatches=1, **(given if where == "trainer" else {})
+    )
+    data = [batch(seed=call) for call in range(2 if every == "epoch" else STEPS)]
+    run = {**given, "scheduler_every": every} if where == "fit" else {}
+    try:
+        trainer.fit(data, epochs=6, **run)
+    except FxpartError as failure:
+        return [problem.code for problem in failure.problems]
+    return []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "every"), [("trainer", ""), ("fit", "step"), ("fit", "epoch")])
+def test_a_scheduler_that_fails_on_one_rank_stops_all(where: str, every: str, pool: Pool) -> None:
+    assert pool.run(failed, where, every) == [["FXP507"]] * 2
+
+
+def test_fit_after_own_calls_and_two_schedulers() -> None:
+    """Losses of minibatches that were in flight are not the run's; schedulers are not mixed."""
+    made = partial(lr_scheduler.ExponentialLR, gamma=0.5)
+    trainer = stream(microbatches=1, scheduler=made)
+    for call in range(3):
+        trainer.submit(batch(seed=call))
+    found: list[int] = []
+    trainer.fit(
+        [batch(seed=call) for call in range(3, 6)], callbacks=[lambda i: found.append(i.step)]
+    )
+    assert found == [1, 2, 3] and trainer.updates == 6
+    for every in ("step", "epoch"):
+        with pytest.raises(FxpartError, match="has a scheduler already"):
+            trainer.fit([batch()], scheduler=made, scheduler_every=every)
+
+
 def test_schedulers_of_epochs_and_of_evaluations() -> None:
     """fit steps them itself, between two calls."""
     trainer = stream(microbatches=1)

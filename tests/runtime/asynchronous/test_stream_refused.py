@@ -14,6 +14,7 @@ from stream_programs import make
 
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess, Trainer
+from fxpart.runtime.trainer_options import TrainerOptions
 from fxpart.schedule.weight_modes import MODES
 
 CUTS = {1: (4,), 2: (2, 2), 3: (1, 1, 2), 4: (1, 1, 1, 1)}
@@ -204,3 +205,38 @@ def test_own_optimizers_of_a_pipeline_are_predicted() -> None:
     for mode in ("spectrain", "pipeoptim", "spectrain-v2"):
         assert run(Renamed, mode) == run(torch.optim.SGD, mode)
     assert run(Halved, "pipeoptim") != run(Halved, "naive")
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"clip_norm": "1"}, "it is not a number"),
+        ({"ema": "x"}, "it is not a number"),
+        ({"gather_ahead": True}, "it is not a number"),
+        ({"patience": "long", "routing": "queue"}, "it is not a number"),
+        ({"routing": "any"}, "routing='any' is unknown"),
+        ({"staleness": 2}, "does not support staleness="),
+        ({"guard": False}, "does not support guard="),
+        ({"weights": "stash", "staleness": 1}, "does not support staleness="),
+        ({"routing": "queue", "watch": 2}, "does not support watch="),
+        ({"routing": "queue", "staleness": -1}, "integers of at least 0"),
+    ],
+)
+def test_options_of_another_kind_or_type(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(FxpartError, match=why) as caught:
+        TrainerOptions.of({"microbatches": 2, **given})
+    assert caught.value.code == "FXP109"
+
+
+def test_kinds_differ_in_what_ranks_compare() -> None:
+    texts = {
+        TrainerOptions.of({"microbatches": 2, **given}).describe()
+        for given in ({}, {"weights": "flush"}, {"weights": "stash"}, {"routing": "queue"})
+    }
+    assert len(texts) == 4
+
+
+def test_nonfinite_gradients_that_nobody_skips() -> None:
+    trainer = stream(guard=False)
+    with pytest.raises(FxpartError, match="no stage skips non-finite gradients"):
+        trainer.fit([batch()], nonfinite="skip")
