@@ -69,6 +69,14 @@ def test_the_numbers_of_eager_without_flushes(mode: str) -> None:
     assert all(torch.equal(compiled[name], tensor) for name, tensor in state.items())
 
 
+def test_recomputation_as_an_option_of_the_trainer() -> None:
+    """A whole stage is recomputed, whose code calls compiled regions."""
+    losses, state, _ = train(program(0.1), EVEN)
+    mine, found, _ = train(program(0.1), EVEN, compile_stages="aot_eager", recompute="full")
+    assert mine == losses
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
 # Constraints, and the distinct regions of all stages.
 KINDS = {
     "plain": ({"stages": 2}, 3),  # a layer; the model before and after the layers

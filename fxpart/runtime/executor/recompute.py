@@ -107,7 +107,7 @@ class _RecomputedFunction:
         self.changed: tuple[int, ...] = ()  # Inputs that it writes in place.
         self.again = True  # Whether it is recomputed.
         # A compiled function cannot be left by an exception: torch would compile its handlers.
-        self.stops = not hasattr(run, "__wrapped__")
+        self.stops = not hasattr(getattr(run, "forward", run), "__wrapped__")
         self.products = SelectiveRecomputePolicy() if stage.mode == "selective" else None
 
     def call(self, key: int, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:

@@ -72,7 +72,7 @@ def clip_both(
     largest_norm: float | None,
     largest_value: float | None,
 ) -> None:
-    """Clip the global norm, or each element. norm: before clipping, if ``largest_norm`` is given."""
+    """Clip the global norm, or each element. norm: before clipping, if ``largest_norm`` is."""
     if largest_norm is not None:
         assert norm is not None, "a norm that is clipped is computed first"
         clip_gradient_norm(state, shards, norm, largest_norm)
