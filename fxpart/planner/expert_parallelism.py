@@ -72,9 +72,10 @@ def _explain_undivided(mixtures: Sequence[Mixture], ranks: int) -> FxpartError:
 
 def is_annotated_by_expert(given: Mapping[str, str], names: Iterable[str]) -> bool:
     """Return whether annotations place one of these parameters on the data axis, or all values."""
-    keys = [
-        AnnotationKey.parse(text)
-        for text, placements in given.items()
-        if DATA_AXIS in read_placements(placements)
+    keys = [(AnnotationKey.parse(text), placements) for text, placements in given.items()]
+    placed = [
+        key
+        for key, placements in keys
+        if key.kind == "state" and DATA_AXIS in read_placements(placements)
     ]
-    return any(key.kind == "state" and key.matches(name) for name in names for key in keys)
+    return any(key.matches(name) for name in names for key in placed)

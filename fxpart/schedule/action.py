@@ -89,7 +89,7 @@ def default_peer(stage: int, kind: ActionKind) -> int | None:
 # At most nine ASCII digits, so that no input can make a parser build a huge number.
 _NUMBER = "([0-9]{1,9})"
 _TEXT = re.compile(
-    rf"{_NUMBER}(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W){_NUMBER}(?:>{_NUMBER})?(?:@{_NUMBER})?"
+    rf"{_NUMBER}(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|UPDATE|F|B|I|W){_NUMBER}(?:>{_NUMBER})?(?:@{_NUMBER})?"
 )
 
 
@@ -103,13 +103,21 @@ def parse(text: str) -> Action:
     stage, kind, microbatch, peer, version = match.groups()
     what = ActionKind(kind)
     other = int(peer) if peer is not None else default_peer(int(stage), what)
-    if what.is_compute and other is not None:
+    if not what.is_transfer and other is not None:
         raise _make_error(text, "Only a transfer has a peer stage.")
     if other is not None and (other < 0 or other == int(stage)):
         raise _make_error(text, "The peer of a transfer must be another stage.")
     return Action(
         int(stage), what, int(microbatch), other, int(version) if version is not None else None
     )
+
+
+def parse_scheduled(text: str) -> Action:
+    """Return an action of a schedule; FXP303 for updates too, which follow from its backwards."""
+    action = parse(text)
+    if not (action.kind.is_compute or action.kind.is_transfer):
+        raise _make_error(text, "A schedule has computations and transfers only.")
+    return action
 
 
 def _make_error(text: str, why: str) -> FxpartError:

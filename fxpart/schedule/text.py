@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.schedule.action import Action, Schedule, StageEdge, list_group_stages, parse
+from fxpart.schedule.action import Action, Schedule, StageEdge, list_group_stages, parse_scheduled
 from fxpart.schedule.dependence import Dependence, chain
 from fxpart.schedule.lower import compute_times
 
@@ -90,7 +90,7 @@ def from_text(text: str) -> Schedule:
             if len(problems) >= MOST_PROBLEMS:
                 break
             try:
-                actions.append(parse(token))
+                actions.append(parse_scheduled(token))
             except FxpartError as failure:
                 problems += [_add_line(number, problem) for problem in failure.problems]
         ranks.append(tuple(actions))

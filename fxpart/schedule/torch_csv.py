@@ -12,7 +12,7 @@ import io
 import re
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.schedule.action import Action, ActionKind, Schedule, default_peer, parse
+from fxpart.schedule.action import Action, ActionKind, Schedule, default_peer, parse_scheduled
 from fxpart.schedule.text import MOST_PROBLEMS
 
 # Actions of torch on sharded parameters and data-parallel gradients, which are skipped.
@@ -66,7 +66,7 @@ def from_torch_csv(text: str, name: str) -> Schedule:
                 if not token.strip() or _PARAMETERS.fullmatch(token.strip()):
                     continue
                 try:
-                    actions.append(parse(token))
+                    actions.append(parse_scheduled(token))
                 except FxpartError as failure:
                     problems += [
                         Problem(p.code, f"row {rank}, {p.where}", p.why, p.fix)

@@ -16,7 +16,7 @@ from random_schedules import Case, cases
 from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.errors import FxpartError
 from fxpart.plan.prediction import HostLoad
-from fxpart.runtime.executor import rank_instructions, receive_queue
+from fxpart.runtime.executor import receive_queue, value_sender
 from fxpart.runtime.transport import shared_memory
 from fxpart.schedule import transfer_window
 from fxpart.schedule.action import Action, ActionKind, Schedule
@@ -307,7 +307,7 @@ def test_a_transfer_counts_on_each_host_that_it_touches() -> None:
 
 def test_windows_are_the_runtimes_own() -> None:
     assert (transfer_window.WINDOW, transfer_window.AHEAD) == (
-        rank_instructions.WINDOW,
+        value_sender.WINDOW,
         receive_queue.AHEAD,
     )
     assert transfer_window.STORED == shared_memory.AHEAD

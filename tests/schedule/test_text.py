@@ -12,7 +12,7 @@ from random_schedules import Case, cases, mutated
 
 import fxpart.schedule.text as text_module
 from fxpart.errors import FxpartError
-from fxpart.schedule.action import Action, ActionKind, StageEdge, parse
+from fxpart.schedule.action import Action, ActionKind, StageEdge, parse, parse_scheduled
 from fxpart.schedule.builders import one_f_one_b
 from fxpart.schedule.dependence import chain
 from fxpart.schedule.lower import lower
@@ -24,7 +24,7 @@ numbers = st.integers(0, 999_999_999)
 computations = st.builds(
     Action,
     numbers,
-    st.sampled_from([kind for kind in ActionKind if kind.is_compute]),
+    st.sampled_from([kind for kind in ActionKind if not kind.is_transfer]),
     numbers,
     st.none(),
     st.none() | numbers,
@@ -32,11 +32,18 @@ computations = st.builds(
 transfers = st.builds(
     Action,
     st.integers(0, 500),
-    st.sampled_from([kind for kind in ActionKind if not kind.is_compute]),
+    st.sampled_from([kind for kind in ActionKind if kind.is_transfer]),
     numbers,
     st.integers(501, 999),
     st.none() | numbers,
 )
+
+
+@pytest.mark.parametrize("text", ["0UPDATE0", "0REDUCE1"])
+def test_a_schedule_has_no_updates(text: str) -> None:
+    assert str(parse(text)) == text
+    with pytest.raises(FxpartError, match="computations and transfers only"):
+        parse_scheduled(text)
 
 
 @given(computations | transfers)
