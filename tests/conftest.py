@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 # Threads first: torch reads this when it is imported, and the machine may have two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from long_tests import is_long, repeated_combinations, turn
+from long_tests import is_long, left_of_samples, repeated_combinations, turn
 from ranks import Pool
 
 # Processes that tests start read startup/sitecustomize.py; this one does as they do.
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases = [
         (item.nodeid, getattr(getattr(item, "callspec", None), "params", None)) for item in items
     ]
-    repeated = set(repeated_combinations(cases))
+    repeated = {*repeated_combinations(cases), *left_of_samples(case for case, _ in cases)}
     for item in items:
         if is_long(item.nodeid) or item.nodeid in repeated:
             item.add_marker(pytest.mark.long)

@@ -16,6 +16,20 @@ from typing import Any
 _OTHERS = r"(transformer|t5|bart|whisper|clip|bert|distilbert|mamba|resnet\w*|llama|vit)\b"
 
 _CASES = (
+    r"planner/test_recompute_plans\.py::test_only_stages_that",
+    r"cli/test_models\.py::test_(training_on_two|a_process_that)",
+    r"runtime/test_compiled\.py::test_inductor",
+    r"heartbeat/test_watch\.py::test_short_pauses",
+    r"runtime/test_run_loggers\.py::test_ranks_write",
+    r"planner/test_expert_parallelism\.py::test_never_slower",
+    r"training_run/test_lost_disk\.py::test_a_launcher",
+    r"planner/test_replicated_stages\.py::test_slow_ones",
+    r"profiling/test_processes\.py::test_a_hanging",
+    r"profiling/test_rehearsals\.py::test_plans_of_one",
+    r"test_soak\.py::test_a_planted_leak_is_found\[objects\]",
+    r"planner/test_context_parallelism\.py::test_(generation_through|reported)",
+    r"schedule/test_registered_schedules\.py::test_package",
+    r"repository/test_contributing_diffs\.py::test_the_diff_adds_a_cost",
     r"test_token_generation\.py::test_every_layout\w+\[(tensor|zero 3)\]",
     r"test_tensor_statistics\.py::test_statistics_are_those\w+\[(tensor|zero 1)\]",
     r"test_metrics\.py::test_metrics_are_those\w+\[data\]",
@@ -239,6 +253,41 @@ _CASES = (
     r"test_partial_batches\.py::test_dropout_draws\S+\[3",
 )
 # Of tests over all combinations of some parameters, those that take longest.
+# Tests over many alike cases: of these every third remains.
+_SAMPLED = (
+    r"fuzz/test_readers_fuzzed\.py::test_changed_files",
+    r"objective/test_objective\.py::test_(microbatches_and|coupled_rows_of|graphs_of_one|accumulated)",
+    r"verification/test_single_process\.py::test_(over_gloo|in_one_process)",
+    r"planner/test_context_parallelism\.py::test_(in_this_process|fixed_length|stripes|strided)",
+    r"capture/test_capture_zoo\.py::test_(training_mode|names_and|inputs_describe|evaluation_mode)",
+    r"report/test_step_time\.py::test_every_report",
+    r"collectives/test_group\.py::test_(a_wait|primitives)",
+    r"runtime/test_schedules_equality\.py::",
+    r"solver/test_portfolio\.py::test_(the_time_limit|large_problems)",
+    r"training_run/test_kept_(alone|ranks)\.py::test_a_(run|signal)",
+    r"passes/test_experts_lowered\.py::test_mixtral\[",
+    r"capture/test_replay\.py::test_the_zoo",
+    r"capture/test_(models_without_data|examples)\.py::test_(a_meta|transformers)",
+    r"profiling/test_stages\.py::test_every_stage",
+    r"codegen/test_(evaluation|blocks|split_models|precision)\.py::test_(zoo|small_models|all_models|the_zoo)",
+    r"solver/schedule/test_schedule_search\.py::test_never_worse",
+    r"pricing/test_placements\.py::test_(what_is_chosen|never_worse)",
+    r"passes/test_(seen|group_blocks|propagate|complex_writes|state_writes)\.py::test_\w*(captured|zoo|ranks)",
+    r"verification/test_random_layouts\.py::test_few",
+    r"runtime/test_sparse_rows\.py::test_(gloo|kinds|tables)",
+    r"runtime/weights/test_zoo\.py::",
+    r"solver/\S+::test_(the_best_of_all|five_hundred|two_hundred|large_models)",
+    r"runtime/test_layouts\.py::test_stages_alone",
+    r"emulator/test_modes\.py::test_double",
+    r"maxload/\S+::test_(one_second|equal_runs)",
+    r"runtime/test_partial_batches\.py::test_(sums|training)",
+    r"planner/test_(schedule_selection|recompute_plans)\.py::test_a_(wished|fixed)",
+    r"rules/test_coverage\.py::test_every_op",
+    r"runtime/queues/test_options\.py::test_recomputed",
+    r"runtime/test_(zero|several_optimizers|mixed_dtypes|nccl_order)\.py::test_(gloo|trains|replicas|meshes)",
+    r"pricing/test_memory_saved\.py::test_every_stage",
+)
+
 _COMBINATIONS = (
     r"capture/test_kept_tensors\.py::test_compile_leaves_them",
     r"capture/test_replay_values\.py::test_values_that_leave",
@@ -274,6 +323,7 @@ _COMBINATIONS = (
     r"runtime/test_sparse_rows\.py::",
 )
 _LONG = re.compile("|".join(_CASES))
+_THIRDS = re.compile("|".join(_SAMPLED))
 _COMBINED = re.compile("|".join(_COMBINATIONS))
 
 # Files that take longest come first, so that both workers of `make test` end together; those that
@@ -338,6 +388,17 @@ def repeated_combinations(cases: Iterable[tuple[str, Any]]) -> Iterator[str]:
                 seen |= values
                 kept.add(case)
         yield from (case for case, _ in together if case not in kept)
+
+
+def left_of_samples(cases: Iterable[str]) -> Iterator[str]:
+    """Yield the cases, by full name as collected, that ``make test`` leaves of sampled tests."""
+    counts: defaultdict[str, int] = defaultdict(int)
+    for case in cases:
+        test = case.partition("[")[0]
+        if _THIRDS.search(case) and not is_long(case):
+            if counts[test] % 3:
+                yield case
+            counts[test] += 1
 
 
 def _identify(value: Any) -> Any:
