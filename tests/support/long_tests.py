@@ -16,6 +16,21 @@ from typing import Any
 _OTHERS = r"(transformer|t5|bart|whisper|clip|bert|distilbert|mamba|resnet\w*|llama|vit)\b"
 
 _CASES = (
+    r"diagnostics/test_real_runs\.py::test_the_right_rank",
+    r"tests/test_rng\.py::test_one_kernel_keeps",
+    r"heartbeat/test_watch\.py::test_a_rank_that_cannot",
+    r"training_run/test_one_writer\.py::test_a_process_that_wakes",
+    r"verification/test_sharded_equality\.py::test_evaluation_and",
+    r"interop/test_engines\.py::test_option_names\S+unlike_copies",
+    r"runtime/test_partial_batches\.py::test_dropout_draws",
+    r"test_soak\.py::test_steps_leave\S+pipeline",
+    r"heartbeat/test_disagreements\.py::test_every_rank\S+reads",
+    r"schedule/test_registered_schedules\.py::test_diff",
+    r"verification/test_single_process\.py::test_without_dropout",
+    r"planner/test_context_parallelism\.py::test_generation",
+    r"runtime/test_shared_memory\.py::test_many_steps",
+    r"passes/test_autocast_devices\.py::test_recorded",
+    r"profiling/test_memory\.py::test_what_a_process",
     r"fuzz/test_readers_fuzzed\.py::test_changed_files\[(annotations-toml|checkpoint-headers|nccl|paddle|program-manifest|recording-compared)",
     r"costmodels/test_registered_models\.py::test_an_installed",
     r"integrations/test_(accelerate|transformers)\.py::test_(what_the_loop|two_ranks)",
