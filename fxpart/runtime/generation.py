@@ -13,6 +13,7 @@ from fxpart.errors import error
 from fxpart.program.spec import InputSpec
 from fxpart.runtime.batch.outputs import OutputSpec
 from fxpart.runtime.dtypes import torch_dtype
+from fxpart.runtime.trainer_options import is_count
 
 Prompts = torch.Tensor | Sequence[torch.Tensor]
 
@@ -33,11 +34,11 @@ class GenerationOptions:
     def check(self) -> GenerationOptions:
         """Raise FXP109 for invalid values."""
         wrong = ""
-        if not _is_count(self.max_new_tokens):
+        if not is_count(self.max_new_tokens):
             wrong = "max_new_tokens must be an integer of at least 1"
         elif not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
             wrong = "temperature must be 0 (the most likely token) or a number above it"
-        elif self.top_k is not None and not _is_count(self.top_k):
+        elif self.top_k is not None and not is_count(self.top_k):
             wrong = "top_k must be an integer of at least 1"
         elif not isinstance(self.seed, int):
             wrong = "seed must be an integer"
@@ -57,10 +58,6 @@ class GenerationOptions:
             f"{self.max_new_tokens} tokens at {self.temperature} of {self.top_k} {self.top_p} "
             f"seed {self.seed} end {self.eos_token_id} logits {self.logits}"
         )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: object) -> bool:

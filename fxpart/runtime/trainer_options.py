@@ -49,7 +49,6 @@ _LIMITS = {
     "cuda_graphs": _Limit(("synchronous",), "CUDA graphs", "use cuda_graphs=False"),
     "ema": _Limit(("synchronous", "asynchronous"), "a moving average of the weights", "omit ema="),
     "log_grad_norm": _Limit(("synchronous", "asynchronous"), "log_grad_norm=", "omit it"),
-    "weights": _Limit(("asynchronous", "queue"), "weights=", "omit it"),
     "warm_up": _Limit(("asynchronous", "queue"), "warm_up=", "omit it"),
     "scheduler": _Limit(
         ("asynchronous", "queue"), "scheduler=", "pass it to fit() or step it after each update"

@@ -84,7 +84,7 @@ def compiled(schedule: str, **constraints: Any) -> fxpart.api.Program:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["interleaved", "breadth-first", "zb-h1", "zb-v", "found"])
-def test_a_wished_schedule_is_planned_and_trains_exactly(name: str) -> None:
+def test_a_requested_schedule_is_planned_and_trains_exactly(name: str) -> None:
     program = compiled(name)
     plan = program.plan
     assert plan.schedule == name and plan.problems() == () and plan.runnable == ()

@@ -228,6 +228,12 @@ def test_a_checkpoint_without_an_average(tmp_path: Path) -> None:
         plain.ema_state_dict()
 
 
+@pytest.mark.parametrize("name", ["microbatches", "schedule"])
+def test_what_the_plan_sets_is_no_option(name: str) -> None:
+    with pytest.raises(FxpartError, match="the plan sets it"):
+        make_trainer(LAYOUTS["one rank"], **{name: 2})
+
+
 @pytest.mark.parametrize("decay", [1.0, -0.1])
 def test_decays_that_are_refused(decay: float) -> None:
     with pytest.raises(FxpartError, match="a decay is at least 0 and less than 1"):

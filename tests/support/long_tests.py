@@ -332,7 +332,7 @@ _SAMPLED = (
     r"emulator/test_modes\.py::test_double",
     r"maxload/\S+::test_(one_second|equal_runs)",
     r"runtime/test_partial_batches\.py::test_(sums|training)",
-    r"planner/test_(schedule_selection|recompute_plans)\.py::test_a_(wished|fixed)",
+    r"planner/test_(schedule_selection|recompute_plans)\.py::test_a_(requested|fixed)",
     r"rules/test_coverage\.py::test_every_op",
     r"runtime/queues/test_options\.py::test_recomputed",
     r"runtime/test_(zero|several_optimizers|mixed_dtypes|nccl_order)\.py::test_(gloo|trains|replicas|meshes)",

@@ -74,9 +74,9 @@ def compiled(
             how: dict[str, Any] = {} if MODES[mode].name == "flush" else {"guard": False}
             how |= {"total_updates": STEPS} if MODES[mode].discount else {}
             trainer = emulator.program.trainer(OPTIMIZERS[optimizer], weight_mode=mode, **how)
-            told = [trainer.step(each) for each in batches]
-            told += trainer.drain() if trainer.is_asynchronous else []
-            losses = [float(loss) for loss in told if loss is not None]
+            heard = [trainer.step(each) for each in batches]
+            heard += trainer.drain() if trainer.is_asynchronous else []
+            losses = [float(loss) for loss in heard if loss is not None]
             state = trainer.state_dict()
             trainer.close()
         text = repr((losses, sorted(bits(state).items())))
@@ -117,7 +117,7 @@ def fit(stages: int, what: str, here: bool) -> dict[str, Any]:
     mine = here or transport.local[0] == 1
     seen: list[tuple[int, int, float]] = []
 
-    def told(info: StepInfo) -> None:
+    def heard(info: StepInfo) -> None:
         seen.append((info.step, info.rows, info.loss))
         if what == "callback" and mine and info.step == 3:
             raise ValueError("a callback that cannot")
@@ -129,7 +129,7 @@ def fit(stages: int, what: str, here: bool) -> dict[str, Any]:
             yield batch(seed=seed)
 
     try:
-        done = trainer.fit(data, epochs=1, callbacks=[told], evaluate=[batch(seed=99)], every=6)
+        done = trainer.fit(data, epochs=1, callbacks=[heard], evaluate=[batch(seed=99)], every=6)
     except FxpartError as failure:
         return {"code": failure.code, "why": failure.problems[0].why, "seen": len(seen)}
     return {"steps": done.steps, "why": done.why, "seen": seen, "values": dict(done.values)}

@@ -53,14 +53,19 @@ class RankInstructions(Executor):
         device: torch.device,
         *,
         train: bool,
-        keep_outputs: bool,
-        hooks: BackwardHooks | None,
-        recompute: Mapping[int, Mode] | None,
-        events: FlightRecorder | None,
-        threads: bool,
-        on_failure: Callable[[BaseException], None] | None,
+        keep_outputs: bool = False,
+        on_failure: Callable[[BaseException], None] | None = None,
+        hooks: BackwardHooks | None = None,
+        threads: bool = False,
+        recompute: Mapping[int, Mode] | None = None,
+        events: FlightRecorder | None = None,
     ) -> None:
-        """See :class:`fxpart.runtime.executor.step_executor.StepExecutor`."""
+        """modules: the rank's stage modules by stage index.
+
+        on_failure, threads: see :class:`~fxpart.runtime.executor.executor.Executor`. hooks: hooks
+        around backwards. recompute: stages that do not store their activations. events: the
+        recorder of actions; None: a private one.
+        """
         super().__init__(
             rank, schedule.stage_rank, FlightRecorder(rank, 64) if events is None else events,
             threads=threads, on_failure=on_failure,
@@ -95,6 +100,7 @@ class RankInstructions(Executor):
             for index, module in modules.items()
         }
         self._prepared = self._prepare(schedule.ranks[rank])
+        self._instructions = self._prepared
 
     def _prepare(self, actions: Sequence[Action]) -> list[Instruction]:
         last = {cell: i for i, a in enumerate(actions) for cell in self._find_read_cells(a)}

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 
-import torch
-from torch import nn
-
-from fxpart.diagnostics.flight_recorder import FlightRecorder
-from fxpart.program.spec import ProgramSpec
-from fxpart.runtime.executor.instruction import BackwardHooks, Instruction, StepInput
+from fxpart.runtime.executor.instruction import Instruction, StepInput
 from fxpart.runtime.executor.rank_instructions import RankInstructions
-from fxpart.runtime.executor.recompute import Mode
-from fxpart.runtime.transport.interface import Transport
-from fxpart.schedule.action import Action, ActionKind, Schedule
+from fxpart.schedule.action import Action, ActionKind
 
 
 class StepExecutor(RankInstructions):
@@ -24,46 +17,20 @@ class StepExecutor(RankInstructions):
     ``failure`` if a stage raised.
     """
 
-    def __init__(
-        self,
-        spec: ProgramSpec,
-        modules: Mapping[int, nn.Module],
-        schedule: Schedule,
-        rank: int,
-        transport: Transport,
-        device: torch.device,
-        *,
-        train: bool,
-        keep_outputs: bool = False,
-        on_failure: Callable[[BaseException], None] | None = None,
-        hooks: BackwardHooks | None = None,
-        threads: bool = False,
-        recompute: Mapping[int, Mode] | None = None,
-        events: FlightRecorder | None = None,
-    ) -> None:
-        """modules: the rank's stage modules by stage index.
+    @cached_property
+    def _alone(self) -> int:
+        """Instructions that may run while the ranks compare their batches: one or none.
 
-        on_failure, threads: see :class:`~fxpart.runtime.executor.executor.Executor`. hooks: hooks
-        around backwards. recompute: stages that do not store their activations. events: the
-        recorder of actions; None: a private one.
+        A rank that waits for no peer may start. Exceptions: a forward that changes buffers, because
+        a rejected batch must not change any, and a forward with collectives, because a rank that
+        makes another call would never join.
         """
-        super().__init__(
-            spec, modules, schedule, rank, transport, device,
-            train=train, keep_outputs=keep_outputs, hooks=hooks, recompute=recompute,
-            events=events, threads=threads, on_failure=on_failure,
-        )  # fmt: skip
-        self._instructions = self._prepared
-        # A rank that waits for no peer may start while the ranks compare their batches. Exceptions:
-        # a forward that changes buffers, because a rejected batch must not change any, and a
-        # forward with collectives, because a rank that makes another call would never join.
-        self._alone = int(
-            bool(self._instructions)
-            and self._instructions[0].action.kind is ActionKind.F
-            and not self._instructions[0].awaits
-            and not any(True for _ in modules[self._instructions[0].action.stage].buffers())
-            and (threads or "mesh" not in vars(modules[self._instructions[0].action.stage]))
-        )
-        self._last = self._prepare_late_gradients()
+        first = self._prepared[0] if self._prepared else None
+        if first is None or first.action.kind is not ActionKind.F or first.awaits:
+            return 0
+        module = self._signatures[first.action.stage].module
+        changes = any(True for _ in module.buffers())
+        return int(not changes and (self._threads or "mesh" not in vars(module)))
 
     def wrap(self, hooks: Callable[[Instruction], Instruction] | None) -> None:
         """Replace each instruction by ``around(instruction)`` from the next step on; None: undo."""
@@ -93,9 +60,10 @@ class StepExecutor(RankInstructions):
             yield instruction
         if len(self._instructions) <= self._alone:
             gate()
-        yield self._last
+        yield self._late_gradients
 
-    def _prepare_late_gradients(self) -> Instruction:
+    @cached_property
+    def _late_gradients(self) -> Instruction:
         """Complete gradients of tied parameters, with parts that arrive after all actions."""
         arrivals = tuple(self._late_arrivals)
         drops = [partial(inbox.drop, index) for inbox, index, _ in arrivals]

@@ -135,8 +135,8 @@ def test_gradients_that_are_not_finite() -> None:
     hand = language((1, 1, 1, 1))
     trainer = make(hand, InProcess(4), weights="stash", microbatches=1)
     assert trainer.is_asynchronous
-    told: list[str] = []
-    trainer.pipeline.listeners.append(told.append)
+    reported: list[str] = []
+    trainer.pipeline.listeners.append(reported.append)
     inner, count = hand.stages[1].forward, 0
 
     def forward(key: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -147,7 +147,7 @@ def test_gradients_that_are_not_finite() -> None:
     hand.stages[1].forward = forward  # type: ignore[method-assign]
     losses = losses_of(trainer, [batch(seed=seed) for seed in range(12)])
     assert len(losses) == 12
-    assert trainer.pipeline.always_flush and trainer.lag == 0 and len(told) == 1
+    assert trainer.pipeline.always_flush and trainer.lag == 0 and len(reported) == 1
     assert trainer.updates == 12
     assert all(torch.isfinite(p).all() for stage in hand.stages for p in stage.parameters())
     reports = trainer.report()

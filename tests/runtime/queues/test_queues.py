@@ -164,6 +164,22 @@ def test_a_step_returns_the_loss_that_all_ranks_know() -> None:
     made.close()
 
 
+def test_an_interrupted_step_ends_the_training() -> None:
+    made = trainer(plan(), staleness=0)
+    made.step(batch(12, 0))
+    worker = next(iter(made.pipeline._workers.values()))
+
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    worker.turn = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        made.step(batch(12, 1))
+    with pytest.raises(FxpartError, match="KeyboardInterrupt") as caught:
+        made.step(batch(12, 2))
+    assert caught.value.code == "FXP504"
+
+
 def test_the_first_updates_may_miss_none() -> None:
     made = trainer(plan(), staleness=2, warm_up=len(ROWS))
     check(made, steps(made))
