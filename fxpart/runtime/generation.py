@@ -34,11 +34,11 @@ class GenerationOptions:
     def check(self) -> GenerationOptions:
         """Raise FXP109 for invalid values."""
         wrong = ""
-        if not is_count(self.max_new_tokens):
+        if not is_count(self.max_new_tokens, 1):
             wrong = "max_new_tokens must be an integer of at least 1"
         elif not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
             wrong = "temperature must be 0 (the most likely token) or a number above it"
-        elif self.top_k is not None and not is_count(self.top_k):
+        elif self.top_k is not None and not is_count(self.top_k, 1):
             wrong = "top_k must be an integer of at least 1"
         elif not isinstance(self.seed, int):
             wrong = "seed must be an integer"

@@ -273,9 +273,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
 
 
-def is_count(value: object) -> bool:
-    """Return whether a value is an integer of at least 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def is_count(value: object, least: int = 0) -> bool:
+    """Return whether a value is an integer of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_program(spec: ProgramSpec, ranks: Ranks, options: TrainerOptions) -> None:

@@ -178,6 +178,7 @@ def test_invalid_arguments() -> None:
         ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer of at least 1"),
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"temperature": math.nan}, "temperature must be 0"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k must be an integer"),
         ({"temperature": 1.0, "top_k": 2.5}, "top_k must be an integer"),
         ({"temperature": 1.0, "top_p": "a"}, "top_p must be a number"),
         ({"seed": "a"}, "seed must be an integer"),
