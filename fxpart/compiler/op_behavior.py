@@ -31,6 +31,7 @@ from fxpart.compiler.observation_cache import get_observations, is_reusable_size
 from fxpart.compiler.op_workspace import (
     MeasuredWorkspace,
     PeakMemoryMode,
+    SavedTensors,
     backward_working,
     convolution,
 )
@@ -229,26 +230,21 @@ class StorageAnalysis:
             grads = iter([part.grad for part in self.parts[n]])
             given[n] = _rebuild(value(n), grads, self.mode, n in targets)
         inputs = [t for item_tensors in given.values() for t in tensors(item_tensors)]
-        packed: list[torch.Tensor] = []
-
-        def pack(t: torch.Tensor) -> torch.Tensor:
-            packed.append(t)
-            return t
-
+        saved = SavedTensors()
         args, kwargs = fx.node.map_arg((args, dict(node.kwargs)), lambda n: given.get(n, value(n)))
         op = self._runnable(op)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
         watch = PeakMemoryMode()
         with self.mode, disable_guards(self.mode), torch.enable_grad(), hooks:
             with watch:
-                result = _run(node, lambda: op(*args, **kwargs), packed)
+                result = _run(node, lambda: op(*args, **kwargs), saved)
             outputs = tensors(result)
             beside = watch.beside()
         name = ".".join(str(op_of(node)).split(".")[:2])
         found = _relate(
             inputs,
             outputs,
-            packed,
+            saved.tensors,
             [result_bytes(name, index, t) for index, t in enumerate(outputs)],
             lstm_saved(args, kwargs) if name == "aten.lstm" else None,
         )
@@ -259,7 +255,7 @@ class StorageAnalysis:
             back = row_bytes(*lookup)
         else:
             with self.mode, disable_guards(self.mode):
-                back, through = backward_working(inputs, outputs)
+                back, through = backward_working(inputs, outputs, saved)
         if "conv" in name and len(inputs) > 1 and inputs[0].device.type == "cpu":
             beside, back = convolution(inputs, outputs)
         return replace(found, working=MeasuredWorkspace(beside, back, through))
@@ -271,13 +267,13 @@ class StorageAnalysis:
         return bind_fake_communicator(op, self.root.meta[MESH_KEY], self.root.meta[MESH_RANK_KEY])
 
 
-def _run(node: fx.Node, call: Callable[[], Any], packed: list[torch.Tensor]) -> Any:
+def _run(node: fx.Node, call: Callable[[], Any], saved: SavedTensors) -> Any:
     """Run the op; fall back to the Python decomposition if its C++ kernel needs concrete sizes."""
     try:
         with silence_fake_errors():
             return call()
     except RuntimeError as first:
-        packed.clear()
+        saved.clear()
         try:
             with python_dispatcher():
                 return call()

@@ -7,6 +7,7 @@ allocates internally is not visible, except for convolutions, where a rule estim
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +33,55 @@ class MeasuredWorkspace:
     through: tuple[int, ...] = ()
 
 
+class SavedTensors:
+    """The tensors that autograd saves of one call; ``pack`` and ``unpack`` are its hooks.
+
+    tensors: all of them, in order.
+    """
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.tensors: list[torch.Tensor] = []
+        self._handles: list[weakref.ref[_Handle]] = []
+
+    def pack(self, tensor: torch.Tensor) -> _Handle:
+        """Record a tensor; its handle lives as long as autograd stores it."""
+        handle = _Handle(tensor)
+        self.tensors.append(tensor)
+        self._handles.append(weakref.ref(handle))
+        return handle
+
+    @staticmethod
+    def unpack(handle: _Handle) -> torch.Tensor:
+        """Return the tensor."""
+        return handle.tensor
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self.tensors.clear()
+        self._handles.clear()
+
+    def freed(self, others: list[torch.Tensor]) -> list[Size]:
+        """Return the bytes of each storage that a backward has freed; not those of ``others``."""
+        kept = {id(t.untyped_storage()) for t in others}
+        pairs = list(zip(self.tensors, self._handles, strict=True))
+        kept |= {id(t.untyped_storage()) for t, handle in pairs if handle() is not None}
+        found = {id(t.untyped_storage()): nbytes(t) for t in self.tensors}
+        return [size for key, size in found.items() if key not in kept]
+
+
+@dataclass(eq=False)
+class _Handle:
+    tensor: torch.Tensor
+
+
 class PeakMemoryMode(TorchDispatchMode):
     """Dispatch mode that tracks the storages that ops allocate."""
 
-    def __init__(self) -> None:
-        """Start with no tracked storage."""
+    def __init__(self, freed: Callable[[], list[Any]] = list) -> None:
+        """Start with no tracked storage. freed: bytes of each untracked storage freed so far."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._freed = freed
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], Size, int]] = {}
         self._old: dict[int, torch.UntypedStorage] = {}
         self._now = self._most = 0
@@ -67,9 +111,14 @@ class PeakMemoryMode(TorchDispatchMode):
 
         self._live[key] = weakref.ref(storage, freed), size, number
         self._now += number
-        if self._now > self._most:
-            self._most = self._now
-            self._peak = tuple(held for _, held, _ in self._live.values())
+        less = self._freed()
+        now = self._now - sum(map(hint, less))
+        if now > self._most:
+            self._most = now
+            self._peak = (
+                *(held for _, held, _ in self._live.values()),
+                *(-1 * expression(size) for size in less),
+            )
 
     def peak(self) -> Size:
         """Return the peak bytes of tracked storages."""
@@ -83,10 +132,11 @@ class PeakMemoryMode(TorchDispatchMode):
 
 
 def backward_working(
-    inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    inputs: list[torch.Tensor], outputs: list[torch.Tensor], saved: SavedTensors
 ) -> tuple[Size, tuple[int, ...]]:
     """Run the backward on fake tensors; return its peak and the operands with aliased gradients.
 
+    saved: those of the forward, of which a composite op frees some before its backward ends.
     An op whose backward cannot run on fake tensors is charged the bytes of its operands' gradients.
     """
     ends = [t for t in outputs if t.requires_grad]
@@ -95,7 +145,7 @@ def backward_working(
         return 0, ()
     grads = [torch.empty_like(t, requires_grad=False) for t in ends]
     homes = {id(t.untyped_storage()) for t in grads}
-    watch = PeakMemoryMode()
+    watch = PeakMemoryMode(lambda: saved.freed([*inputs, *outputs]))
     try:
         with watch, silence_fake_errors():
             found = torch.autograd.grad(ends, [t for _, t in wanted], grads, allow_unused=True)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from torch import fx
 
-from fxpart.costmodels.contractions import flops
 from fxpart.costmodels.tensor_sizes import tensor_bytes
 from fxpart.pricing.joint_block_kinds import BlockKinds, BlockOutput, SavedStorage
 from fxpart.pricing.joint_ops import OpPrices, Row
-from fxpart.pricing.memory import BlockScope, Workspace
 from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.pricing.recompute_costs import (
     RecomputedBlock,
@@ -25,6 +23,7 @@ from fxpart.pricing.recompute_costs import (
 )
 from fxpart.pricing.specs import Specs
 from fxpart.pricing.variants import Sizes
+from fxpart.pricing.workspace import BlockScope, Workspace
 
 if TYPE_CHECKING:
     from fxpart.cluster.devices import Device, Link
@@ -164,8 +163,8 @@ class _LocalSizes:
             whole = self.sheet.products[node].outputs
         return sum(self.sizes.number(tensor_bytes(tensor)) for tensor in whole)
 
-    def flops(self, node: fx.Node) -> float:
-        return float(flops(self.sizes.op(self.sheet.products[node])))
+    def op(self, node: fx.Node) -> OpSpec:
+        return self.sizes.op(self.sheet.products[node])
 
 
 @dataclass
@@ -216,7 +215,7 @@ class BlockCostSheet:
         return found
 
     def recomputed(self, sizes: Sizes) -> list[dict[str, RecomputedBlock]]:
-        """Return by kind and mode of recomputation the stored and live bytes."""
+        """Return each kind as recomputation leaves it, by mode."""
         if id(sizes) not in self._recomputed:
             size = _LocalSizes(self, sizes)
             self._recomputed[id(sizes)] = [
@@ -265,16 +264,22 @@ class BlockCostSheet:
 
     def bytes(self, sizes: Sizes) -> BlockMemory:
         """Return the memory at one microbatch size."""
-        peaks = self._workspace.bytes(sizes)
-        whole = [_total(stored, sizes) for stored in self._stored]
-        live = [peaks[block.index] for block in self.samples.kinds.samples]
-        kept: dict[Recompute, tuple[int, ...]] = {"none": tuple(whole)}
-        lives: dict[Recompute, tuple[int, ...]] = {"none": tuple(live)}
+        indices = [block.index for block in self.samples.kinds.samples]
+
+        def live(peaks: Sequence[int]) -> tuple[int, ...]:
+            return tuple(peaks[index] for index in indices)
+
+        kept: dict[Recompute, tuple[int, ...]] = {}
+        lives: dict[Recompute, tuple[int, ...]] = {}
+        kept["none"] = tuple(_total(stored, sizes) for stored in self._stored)
+        lives["none"] = live(self._workspace.bytes(sizes))
         modes: tuple[Recompute, ...] = ("selective", "full")
         for mode in modes:
             found = [block[mode] for block in self.recomputed(sizes)]
             kept[mode] = tuple(one.stored for one in found)
-            lives[mode] = tuple(peak + one.live for peak, one in zip(live, found, strict=True))
+            products = [each for one in found for each in one.products]
+            again = {i for i, one in zip(indices, found, strict=True) if one.again}
+            lives[mode] = live(self._workspace.recomputed(sizes, again, products))
         return BlockMemory(kept, lives)
 
     def _by_kind(self, seconds: Row) -> Row:

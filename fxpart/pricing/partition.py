@@ -25,7 +25,7 @@ from fxpart.pricing.collective_traffic import (
 )
 from fxpart.pricing.device_groups import Rings, group_devices
 from fxpart.pricing.device_limits import RESERVE, group_by_kind, limits
-from fxpart.pricing.memory import Workspace, crossing, saved_storages
+from fxpart.pricing.memory import crossing, saved_storages
 from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.pricing.recompute_costs import BlockForward, RecomputeCosts
 from fxpart.pricing.specs import Specs, annotation
@@ -33,6 +33,7 @@ from fxpart.pricing.split_costs import SplitCosts
 from fxpart.pricing.stage_parallelism import GradientReductionTimes, StageParallelism
 from fxpart.pricing.variants import BatchSplit, Sizes, variants
 from fxpart.pricing.weights import trained_names, weights
+from fxpart.pricing.workspace import Workspace
 from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_schedules
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import (
@@ -272,7 +273,7 @@ class _Pricer:
         if self._recompute is not None:
             forward = [self._block_forwards(sizes, own) for own in self.own]
             collective = self._collective_seconds(sizes, backward=False)
-            again = self._recompute.price(sizes, forward, collective, workspace)
+            again = self._recompute.price(sizes, forward, collective, self._workspace, self.packed)
         pairs = zip(self.own, rows, strict=True)
         variant = Variant(
             microbatch_size=split.size,

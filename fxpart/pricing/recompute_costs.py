@@ -12,24 +12,26 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import fsum
-from typing import Literal, Protocol
+from math import fsum, prod
+from typing import Literal, Protocol, cast
 
 from torch import fx
 
 from fxpart.costmodels.contractions import flops
 from fxpart.costmodels.op_classes import op_class
-from fxpart.costmodels.tensor_sizes import tensor_bytes
+from fxpart.costmodels.tensor_sizes import item_bytes, tensor_bytes
 from fxpart.costs import OpSpec
 from fxpart.pricing.joint_block_kinds import BlockKind, BlockOutput, SavedStorage, list_blocks
 from fxpart.pricing.specs import Specs
 from fxpart.pricing.variants import Sizes
+from fxpart.pricing.workspace import Workspace
 from fxpart.solver.problem import Recomputation
 
 # The selective mode stores a product that would free, per operation, less than this many times the
 # bytes that full recomputation frees per operation of the block; as the runtime decides.
 WORTH = 2.0
 _PRODUCTS = {"matmul", "convolution", "attention"}
+_SCORE_BYTES = 4  # Attention with dropout computes in float32 at least.
 _MODES: tuple[Literal["selective", "full"], ...] = ("selective", "full")
 
 
@@ -45,20 +47,27 @@ class BlockSizes(Protocol):
     def result(self, node: fx.Node) -> int:
         """Return the bytes of an op's results, or of an input."""
 
-    def flops(self, node: fx.Node) -> float:
-        """Return the floating-point operations of an op's forward."""
+    def op(self, node: fx.Node) -> OpSpec:
+        """Return an op, with numbers as sizes."""
 
 
 @dataclass(frozen=True)
 class RecomputedBlock:
-    """Bytes of a recomputed block: stored per microbatch, and live besides its workspace.
+    """A block of a stage that recomputes: ops and bytes that it stores per microbatch.
 
-    skipped: products whose stored results are used, so that they do not run again.
+    tensors: until its backward. products: until the op runs again, for the selective mode. skipped:
+    ops that do not run again. again: whether others do.
     """
 
-    stored: int
-    live: int
+    tensors: tuple[tuple[fx.Node, int], ...]
+    products: tuple[tuple[fx.Node, int], ...] = ()
     skipped: tuple[fx.Node, ...] = ()
+    again: bool = True
+
+    @property
+    def stored(self) -> int:
+        """Return the bytes that it stores per microbatch."""
+        return sum(size for _, size in (*self.tensors, *self.products))
 
 
 def is_freed(storage: SavedStorage) -> bool:
@@ -74,18 +83,40 @@ def is_product(op: OpSpec) -> bool:
 def recompute_block(
     block: BlockKind, inputs: Sequence[fx.Node], products: Sequence[fx.Node], size: BlockSizes
 ) -> dict[str, RecomputedBlock]:
-    """Return the bytes of a block by mode. inputs: the user's inputs that it stores."""
+    """Return a block by mode. inputs: the user's inputs that it stores."""
     made = {one.node for one in block.made}
-    handed = sum(map(size.output, block.made)) + sum(map(size.result, inputs))
+    handed = [(one.node, size.output(one)) for one in block.made]
+    handed += [(node, size.result(node)) for node in inputs]
     freed = sum(size.storage(one) for one in block.storages if is_freed(one))
-    skipped = _choose_stored(products, freed, size)
-    more = {node: size.result(node) for node in skipped if node not in made}
-    saved = {one.maker for one in block.storages if is_freed(one)}
-    live = freed - sum(bytes_ for node, bytes_ in more.items() if node in saved)
+    parts = {node: _list_parts(size.op(node), size.result(node)) for node in products}
+    total = sum(work for row in parts.values() for work, _ in row) or 1.0
+    stored, skipped = list[tuple[fx.Node, int]](), list[fx.Node]()
+    for node, row in parts.items():
+        worth = [bytes_ / max(work, 1.0) < WORTH * freed / total for work, bytes_ in row]
+        kept = [(node, bytes_) for (_, bytes_), keep in zip(row, worth, strict=True) if keep]
+        stored += kept[:-1] if worth[-1] and node in made else kept
+        skipped += [node] * all(worth)
     return {
-        "selective": RecomputedBlock(handed + sum(more.values()), max(live, 0), skipped),
-        "full": RecomputedBlock(handed, freed),
+        "selective": RecomputedBlock(tuple(handed), tuple(stored), tuple(skipped)),
+        "full": RecomputedBlock(tuple(handed)),
     }
+
+
+def _list_parts(op: OpSpec, result: int) -> list[tuple[float, int]]:
+    """Return the operations and the bytes of the results of an op's products; the last is the op's.
+
+    Attention with dropout is two products to the runtime: the scores, and the weighted values.
+    """
+    work = float(flops(op))
+    if op.key != "scaled_dot_product_attention" or not op.attribute("dropout_p", "4"):
+        return [(work, result)]
+    query, key, value = op.inputs[:3]
+    pairs = prod(cast(tuple[int, ...], query.shape[:-1])) * cast(int, key.shape[-2])
+    scores = 2.0 * pairs * cast(int, query.shape[-1])
+    return [
+        (scores, pairs * max(_SCORE_BYTES, item_bytes(query.dtype))),
+        (2.0 * pairs * cast(int, value.shape[-1]), result),
+    ]
 
 
 def store_block(block: BlockKind, size: BlockSizes) -> RecomputedBlock:
@@ -93,21 +124,9 @@ def store_block(block: BlockKind, size: BlockSizes) -> RecomputedBlock:
 
     Its outputs are inputs of recomputed blocks, so they are stored, too.
     """
-    saved = sum(map(size.storage, block.storages))
-    return RecomputedBlock(saved + sum(size.output(m) for m in block.made if not m.saved), 0)
-
-
-def _choose_stored(
-    products: Sequence[fx.Node], freed: int, size: BlockSizes
-) -> tuple[fx.Node, ...]:
-    """Return the products whose results the selective mode stores."""
-    work = {node: size.flops(node) for node in products}
-    total = sum(work.values()) or 1.0
-    return tuple(
-        node
-        for node, operations in work.items()
-        if size.result(node) / max(operations, 1.0) < WORTH * freed / total
-    )
+    saved = [(one.maker or one.savers[0], size.storage(one)) for one in block.storages]
+    saved += [(m.node, size.output(m)) for m in block.made if not m.saved]
+    return RecomputedBlock(tuple(saved), again=False)
 
 
 @dataclass(frozen=True)
@@ -138,9 +157,10 @@ class _GraphSizes:
     def result(self, node: fx.Node) -> int:
         return sum(self.sizes.number(tensor_bytes(one)) for one in self.specs.tensors(node))
 
-    def flops(self, node: fx.Node) -> float:
+    def op(self, node: fx.Node) -> OpSpec:
         op = self.specs.op(node)
-        return 0.0 if op is None else float(flops(self.sizes.op(op)))
+        assert op is not None, "products have a spec"
+        return self.sizes.op(op)
 
 
 class RecomputeCosts:
@@ -165,7 +185,7 @@ class RecomputeCosts:
         return [[node for node, op in row if op is not None and is_product(op)] for row in ops]
 
     def blocks_at(self, sizes: Sizes) -> list[dict[str, RecomputedBlock]]:
-        """Return the bytes of each block by mode."""
+        """Return what each block stores and runs again, by mode."""
         size = _GraphSizes(self._specs, sizes)
         return [
             recompute_block(block, inputs, products, size)
@@ -181,12 +201,13 @@ class RecomputeCosts:
         sizes: Sizes,
         forward: Sequence[Sequence[BlockForward]],
         collective: Sequence[float],
-        workspace: Sequence[int],
+        workspace: Workspace,
+        packed: int,
     ) -> tuple[Recomputation, ...]:
         """Return the costs of both modes.
 
         forward: [device type][block]. collective: forward seconds of collectives, [block], empty
-        without any. workspace: without recomputation, [block].
+        without any. packed: bytes of packed gradients, part of each workspace.
         """
         each = self.blocks_at(sizes)
         return tuple(
@@ -201,7 +222,12 @@ class RecomputeCosts:
                 ),
                 activation=tuple(block[mode].stored for block in each),
                 workspace=tuple(
-                    most + block[mode].live for most, block in zip(workspace, each, strict=True)
+                    packed + size
+                    for size in workspace.recomputed(
+                        sizes,
+                        {number for number, block in enumerate(each) if block[mode].again},
+                        [one for block in each for one in block[mode].products],
+                    )
                 ),
                 collective=tuple(collective),
             )

@@ -136,7 +136,7 @@ def test_blocks_made_again_keep_less_and_take_longer() -> None:
                 again = full.backward[k] - none.backward[k]
                 assert again == pytest.approx(none.forward[k])
                 most = none.workspace[k] + none.activation[k]
-                assert most - full.activation[k] <= full.workspace[k] <= most
+                assert none.activation[k] - full.activation[k] <= full.workspace[k] <= most
             else:
                 assert full.backward[k] == none.backward[k]
     kept = sum(full.activation[k] for k in problem.kinds)

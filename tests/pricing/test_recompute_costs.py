@@ -121,10 +121,7 @@ def recomputing(name: str, mode: Mode) -> tuple[nn.Module, StageRecomputation]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_priced_products_are_those_that_the_runtime_stores(name: str) -> None:
-    """By block: whether its products' results are stored in the selective mode.
-
-    Attention with dropout is one product here, and two to the runtime.
-    """
+    """By block: whether its products' results are stored in the selective mode."""
     model, graph = zoo_graphs.captured(name), zoo_graphs.prepared(name)
     specs = Specs(trained_names(model))
     costs = RecomputeCosts(graph, specs, len(graph.meta[BLOCKS_KEY]), ())

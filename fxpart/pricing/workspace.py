@@ -1,0 +1,280 @@
+"""Temporary tensors while a block runs, or runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import sympy
+from numpy.typing import NDArray
+from torch import fx
+
+from fxpart.compiler.collective_calls import unwrap_seeded_call
+from fxpart.compiler.node_annotation import SavedTensor
+from fxpart.compiler.tensor_sizes import expression, tensors
+from fxpart.costmodels.tensor_sizes import tensor_bytes
+from fxpart.pricing.memory import is_view, sum_sizes
+from fxpart.pricing.specs import Specs, annotation
+from fxpart.pricing.variants import Sizes
+
+if TYPE_CHECKING:
+    from fxpart.costs import Size
+
+
+@dataclass(frozen=True)
+class BlockScope:
+    """Nodes of the blocks of interest, and the names of all nodes whose values autograd saves."""
+
+    nodes: tuple[fx.Node, ...]
+    kept: frozenset[str]
+
+    @staticmethod
+    def of(graph: fx.Graph, only: Container[int] | None = None) -> BlockScope:
+        """Return the scope of a graph. only: blocks of interest, by default all."""
+        nodes = [n for n in graph.nodes if annotation(n).block is not None]
+        kept = frozenset(saved.source for n in nodes for saved in annotation(n).saved)
+        wanted = nodes if only is None else [n for n in nodes if annotation(n).block in only]
+        return BlockScope(tuple(wanted), kept)
+
+
+@dataclass(frozen=True)
+class _StorageLifetime:
+    """A storage that lives from op ``start`` to op ``end``, inclusive."""
+
+    start: int
+    end: int
+    size: Size
+    node: fx.Node | None = None
+
+
+class Workspace:
+    """Temporary bytes while a block runs: the larger of the peaks of its forward and its backward.
+
+    Forward: results that autograd does not save, from the op that makes them to the last op of the
+    block that uses them, and ops' internal memory. Backward: the gradient of a result, from its
+    last user (or the block's end, if a later block uses it) to its own op, and what each op
+    allocates for the gradients that it makes, less the saved tensors of the block that are freed by
+    then. Views share their base's memory, and so does a gradient that an op passes on unchanged.
+    """
+
+    def __init__(
+        self, graph: fx.Graph | BlockScope, specs: Specs, blocks: int, *, whole: bool = False
+    ) -> None:
+        """Find each storage's lifetime; sizes stay symbolic.
+
+        whole: treat the scope as one block.
+        """
+        scope = graph if isinstance(graph, BlockScope) else BlockScope.of(graph)
+        self._blocks, self._nodes = blocks, scope.nodes
+        self._order = {node: index for index, node in enumerate(self._nodes)}
+        self._of = {n: 0 if whole else annotation(n).block for n in self._nodes}
+        self._ends: dict[int | None, int] = {}  # the last op of each block
+        for node, index in self._order.items():
+            self._ends[self._of[node]] = index
+        self._forward = self._results(scope.kept, specs)
+        self._backward = self._gradients(specs)
+        self._made, self._freed = self._saved_spans(specs)
+        self._inside = [_inside(node, specs) for node in self._nodes]
+
+    def _results(self, kept: frozenset[str], specs: Specs) -> list[_StorageLifetime]:
+        """Return the storages that ops make and autograd does not save."""
+        order, base, last = self._order, dict[fx.Node, fx.Node](), dict[fx.Node, int]()
+        saved_roots: set[fx.Node] = set()
+        for node in self._nodes:
+            root = base[node] = self._base(node, base)
+            inside = [order[u] for u in node.users if self._same(u, root)]
+            last[root] = max([last.get(root, order[root]), *inside])
+            if node.name in kept:
+                saved_roots.add(root)
+        return [
+            _StorageLifetime(order[node], last[node], _amount(node, specs), node)
+            for node in self._nodes
+            if base[node] is node and node not in saved_roots
+        ]
+
+    def _gradients(self, specs: Specs) -> list[_StorageLifetime]:
+        """Return the gradients that wait for the backward of the op whose result they belong to.
+
+        While the last user runs, they are part of that op's internal memory.
+        """
+        order, found = self._order, dict[fx.Node, tuple[int, int]]()
+        root: dict[fx.Node, fx.Node] = {}
+        size: dict[fx.Node, Size] = {}
+        for node in reversed(self._nodes):
+            if not specs.requires_grad(node):
+                continue
+            block = self._of[node]
+            # The model's outputs besides the loss get no gradient.
+            users = [u for u in node.users if specs.requires_grad(u)]
+            mine = [order[u] for u in users if self._same(u, node)]
+            outside = len(mine) < len(users)
+            first = self._ends[block] + 1 if outside else max(mine, default=order[node])
+            last_user = self._nodes[first] if first < len(self._nodes) and not outside else None
+            shares = last_user is not None and node.name in annotation(last_user).working.through
+            top = root[node] = (
+                root.get(last_user, node) if shares and last_user is not None else node
+            )
+            start, end = found.get(top, (order[node], first))
+            found[top] = min(start, order[node]), max(end, first)
+            size.setdefault(top, _amount(node, specs))
+        return [
+            _StorageLifetime(start, end - 1, size[top], top) for top, (start, end) in found.items()
+        ]
+
+    def _saved_spans(self, specs: Specs) -> tuple[list[_StorageLifetime], list[_StorageLifetime]]:
+        """Return two spans of ops for each saved tensor that only its block uses.
+
+        The ops of the block from its maker on, as a forward stores it, and those whose backward
+        runs after it is freed.
+        """
+        order, found = self._order, dict[int, tuple[int, SavedTensor, set[int | None]]]()
+        start: dict[int | None, int] = {}
+        for node, index in order.items():
+            notes = annotation(node)
+            start.setdefault(self._of[node], index)
+            for saved in notes.saved:
+                first, _, blocks = found.setdefault(saved.storage, (index, saved, set()))
+                blocks.add(self._of[node])
+        home = {node.name: node for node in order}
+        made, freed = [], []
+        for first, saved, blocks in found.values():
+            maker, saver = home.get(saved.source), self._nodes[first]
+            block = self._of[saver]
+            used_later = maker is None or not all(self._same(u, maker) for u in maker.users)
+            if len(blocks) > 1 or (
+                saved.source and (used_later or self._of[home[saved.source]] != block)
+            ):
+                continue
+            size, owner = saved.size * _part(saver, specs), maker or saver
+            made.append(_StorageLifetime(order[owner], self._ends[block], size, owner))
+            # freed once the first op that saves it has run its backward
+            freed.append(_StorageLifetime(start[block], first - 1, size))
+        return made, freed
+
+    def bytes(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return the peak of each block at one microbatch size."""
+        forward, backward = self.live(sizes)
+        # An op's own saved tensors are freed after it, so its gradients add to them.
+        return self._peaks(forward, backward - self._live(self._freed, sizes))
+
+    def recomputed(
+        self, sizes: Sizes, again: Container[int | None], products: Iterable[tuple[fx.Node, int]]
+    ) -> tuple[int, ...]:
+        """Return the peak of each block if some are recomputed just before their backward.
+
+        again, products: see :meth:`recomputed_live`.
+        """
+        return self._peaks(*self.recomputed_live(sizes, again, products))
+
+    def recomputed_live(
+        self, sizes: Sizes, again: Container[int | None], products: Iterable[tuple[fx.Node, int]]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the bytes besides stored tensors while each op runs again, and in its backward.
+
+        again: the blocks that are recomputed; others run once. products: ops of these blocks and
+        bytes that are stored until the op runs again.
+        """
+        forward, backward = self.live(sizes)
+        used = [_StorageLifetime(self._order[n], self._end(n), -size) for n, size in products]
+        more = self._live([*(span for span, _ in self._remade(again)), *used], sizes)
+        ends = np.array([self._end(n) for n in self._nodes], dtype=np.int64)
+        return forward + more, backward + more[ends] - self._live(self._freed, sizes)
+
+    def remade_at(
+        self, sizes: Sizes, again: Container[int | None], at: int, backward: bool
+    ) -> Iterator[tuple[fx.Node, int]]:
+        """Yield the makers and bytes of recomputed tensors that are live while op ``at`` runs."""
+        where = self._of[self._nodes[at]]
+        for span, freed in self._remade(again):
+            if span.node is None or self._of[span.node] != where:
+                continue
+            if not freed.start <= at <= freed.end if backward else span.start <= at:
+                yield span.node, sizes.number(span.size)
+
+    def waiting(self, sizes: Sizes) -> NDArray[np.int64]:
+        """Return the bytes of gradients that wait while each op's backward runs."""
+        return self._live(self._backward, sizes)
+
+    def _end(self, node: fx.Node) -> int:
+        return self._ends[self._of[node]]
+
+    def _remade(
+        self, again: Container[int | None]
+    ) -> list[tuple[_StorageLifetime, _StorageLifetime]]:
+        return [
+            (span, freed)
+            for span, freed in zip(self._made, self._freed, strict=True)
+            if span.node is not None and self._of[span.node] in again
+        ]
+
+    def _peaks(self, *live: NDArray[np.int64]) -> tuple[int, ...]:
+        peak = np.zeros(self._blocks, dtype=np.int64)
+        where = np.array([self._of[n] for n in self._nodes], dtype=np.int64)
+        for each in live:
+            np.maximum.at(peak, where, each)
+        return tuple(int(p) for p in peak)
+
+    def live(self, sizes: Sizes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the bytes besides saved tensors while each op's forward and backward runs."""
+        inside = np.array(
+            [[sizes.number(size) for size in pair] for pair in self._inside], dtype=np.int64
+        ).reshape(len(self._nodes), 2)
+        forward = self._live(self._forward, sizes) + inside[:, 0]
+        return forward, self._live(self._backward, sizes) + inside[:, 1]
+
+    def alive_at(self, sizes: Sizes, at: int, forward: bool) -> Iterator[tuple[fx.Node, int]]:
+        """Yield the nodes whose result or gradient is live while op ``at`` runs, with its bytes."""
+        for span in self._forward if forward else self._backward:
+            if span.start <= at <= span.end and span.node is not None:
+                yield span.node, sizes.number(span.size)
+
+    def inside(self, sizes: Sizes, at: int, forward: bool) -> int:
+        """Return the internal memory of op ``at``."""
+        return sizes.number(self._inside[at][0 if forward else 1])
+
+    def _same(self, user: fx.Node, node: fx.Node) -> bool:
+        return user in self._of and node in self._of and self._of[user] == self._of[node]
+
+    def _base(self, node: fx.Node, base: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return the node of the same block that owns this value's memory."""
+        if is_view(node, base):
+            root = base[unwrap_seeded_call(node)[1][0]]
+            return root if self._same(root, node) else node
+        return node
+
+    def _live(self, spans: Iterable[_StorageLifetime], sizes: Sizes) -> NDArray[np.int64]:
+        """Return the bytes alive at each op."""
+        change = np.zeros(len(self._nodes) + 1, dtype=np.int64)
+        for span in spans:
+            if span.start <= span.end:
+                amount = sizes.number(span.size)
+                change[span.start] += amount
+                change[span.end + 1] -= amount
+        return np.cumsum(change)[:-1]
+
+
+def _amount(node: fx.Node, specs: Specs) -> Size:
+    return sum_sizes(tensor_bytes(t) for t in specs.tensors(node))
+
+
+def _inside(node: fx.Node, specs: Specs) -> tuple[Size, Size]:
+    """Return an op's internal memory in its forward and in its backward."""
+    working = annotation(node).working
+    if working.forward == 0 and working.backward == 0:
+        return 0, 0
+    part = _part(node, specs)
+    return working.forward * part, working.backward * part
+
+
+def _part(node: fx.Node, specs: Specs) -> sympy.Expr | int:
+    """Return the fraction of an op's operands and results on a rank, 1 where nothing is sharded."""
+    values = (node, *node.all_input_nodes)
+    cut = sum_sizes(_amount(value, specs) for value in values)
+    whole = sum_sizes(
+        expression(t.numel()) * t.element_size()
+        for value in values
+        for t in tensors(value.meta.get("val"))
+    )
+    return 1 if whole in (cut, 0) else sympy.sympify(cut) / whole
