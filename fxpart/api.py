@@ -38,6 +38,7 @@ from fxpart.plan.throughput import ModelWork
 from fxpart.planner.constraint_check import check_plan
 from fxpart.planner.constraints import (
     check_trainable,
+    fixed_microbatches,
     match_capture_precision,
     with_coupling,
     with_numbers,
@@ -488,7 +489,7 @@ def _resolve_microbatches(
     """Return the microbatch count that row couplings allow; FXP114 for another count."""
     constraints = {**(plan.constraints if plan is not None else {}), **front.request.constraints}
     found = couplings(front.graph, front.captured)
-    return resolve_microbatches(found, constraints, microbatches)
+    return resolve_microbatches(found, constraints, microbatches, fixed_microbatches(constraints))
 
 
 def _solve(
@@ -502,7 +503,10 @@ def _solve(
     """
     made: list[Program] = []
     found_couplings = couplings(front.graph, front.captured)
-    microbatches = resolve_microbatches(found_couplings, front.request.constraints, microbatches)
+    constraints = front.request.constraints
+    microbatches = resolve_microbatches(
+        found_couplings, constraints, microbatches, fixed_microbatches(constraints)
+    )
 
     def search() -> Plan:
         checked = front.compare()

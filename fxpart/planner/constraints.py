@@ -174,6 +174,18 @@ def allowed_recompute(constraints: Constraints) -> tuple[Recompute, ...]:
     return ("none",) if constraints.get("solver") == "cp-sat" and "none" in found else found
 
 
+def fixed_microbatches(constraints: Constraints) -> tuple[int, ...]:
+    """Return the numbers of microbatches that the constraints allow; none if they allow all."""
+    return next(
+        (
+            constraint.numbers
+            for constraint in parse_constraints(constraints)
+            if (constraint.kind, constraint.key) == ("fix", "microbatches")
+        ),
+        (),
+    )
+
+
 def constrains_cuts(constraints: Constraints) -> bool:
     """Return whether a constraint fixes or forbids stage boundaries."""
     return any(

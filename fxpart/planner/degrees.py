@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
-from fxpart.plan.constraint_table import CONTEXT_AXIS, QUEUE
+from fxpart.plan.constraint_table import CONTEXT_AXIS, DATA_AXIS, QUEUE
 from fxpart.plan.model import Plan, PlanModel
 from fxpart.planner.context_parallelism import PlacedSequences
 from fxpart.planner.degree_proposal import DegreeSearchResult, make_proposal, select_distinct
@@ -67,6 +67,8 @@ def build_joint_problem(
 
     space: by default everything that can be trained: equal degrees for all stages.
     """
+    if not captured.symbolic:
+        _refuse_fixed_degrees(captured, request)
     allowed = space or make_trainable_space(captured, request.mode)
     if levels := _list_fixed(request, "zero"):
         allowed = replace(allowed, zero=levels)  # also levels that another one dominates
@@ -108,6 +110,21 @@ def _list_fixed(request: PlanRequest, key: str) -> tuple[int, ...]:
     """Return the numbers to which the user fixed a decision."""
     constraints = parse_constraints(request.constraints)
     return tuple(n for w in constraints if (w.kind, w.key) == ("fix", key) for n in w.numbers)
+
+
+def _refuse_fixed_degrees(captured: CapturedModel, request: PlanRequest) -> None:
+    """Raise FXP202 for a degree above 1 of a model that was captured with a fixed batch."""
+    for axis in (DATA_AXIS, "tp", CONTEXT_AXIS, "ep"):
+        if (ranks := _list_fixed(request, axis)) and 1 not in ranks:
+            raise error(
+                "FXP202",
+                where=f"{axis}={','.join(map(str, ranks))}",
+                why="the model could only be captured with a fixed batch, which ranks cannot share"
+                + "".join(f"; {each}" for each in captured.tried[:1]),
+                fix="remove the constraint, or let the model take any number of rows: len() of a "
+                "tensor fixes its size, shape[0] does not; "
+                "`fxpart doctor` shows every attempt",
+            )
 
 
 def make_trainable_space(captured: CapturedModel, mode: str = "sync") -> SearchSpace:

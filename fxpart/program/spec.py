@@ -7,6 +7,7 @@ nothing else from the compiler.
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -199,18 +200,34 @@ def dim_value(dim: Dim, symbols: Mapping[str, int]) -> int:
     Supports + - * // % **, ``max`` and ``min``. Raises FXP109 for any other expression and for a
     symbol without a value.
     """
-    if isinstance(dim, int):
-        return dim
+    return dim if isinstance(dim, int) else _evaluate(dim, symbols, _DIM_CALLS)
+
+
+def number_value(text: int | float | str, symbols: Mapping[str, int]) -> int | float:
+    """Evaluate a number that is computed from dims, as torch's symbolic numbers are written.
+
+    Besides what :func:`dim_value` supports, divisions, roots and logarithms, which give floats.
+    """
+    if isinstance(text, int | float):
+        return text
+    found: int | float = _evaluate(text, symbols, _NUMBER_CALLS)
+    return found
+
+
+def _evaluate(text: str, symbols: Mapping[str, int], calls: Mapping[str, _Call]) -> Any:
     try:
-        return _dim(ast.parse(dim, mode="eval").body, symbols)
-    except (SyntaxError, ValueError, KeyError, RecursionError, ZeroDivisionError) as cause:
+        return _number(ast.parse(text, mode="eval").body, symbols, calls)
+    except (
+        SyntaxError, ValueError, KeyError, RecursionError, ArithmeticError, TypeError
+    ) as cause:  # fmt: skip
         raise error(
             "FXP109",
-            where=f"size {dim!r}",
+            where=f"size {text!r}",
             why=f"it cannot be computed from {', '.join(sorted(symbols)) or 'no symbols'}: {cause}",
         ) from cause
 
 
+_Call = Callable[..., int | float]
 _DIM_OPS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -219,24 +236,53 @@ _DIM_OPS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
+_DIM_CALLS: dict[str, _Call] = {"max": lambda *n: max(n), "min": lambda *n: min(n)}
+# As torch.utils._sympy.functions names them.
+_NUMBER_CALLS: dict[str, _Call] = {
+    **_DIM_CALLS,
+    "Max": _DIM_CALLS["max"],
+    "Min": _DIM_CALLS["min"],
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "IntTrueDiv": operator.truediv,
+    "FloatTrueDiv": operator.truediv,
+    "ToFloat": float,
+    "FloatPow": math.pow,
+    "PowByNatural": operator.pow,
+    "sqrt": math.sqrt,
+    "log": math.log,
+    "OpaqueUnaryFn_sqrt": math.sqrt,
+    "OpaqueUnaryFn_log": math.log,
+    "OpaqueUnaryFn_log2": math.log2,
+    "OpaqueUnaryFn_exp": math.exp,
+    "TruncToInt": math.trunc,
+    "FloorToInt": math.floor,
+    "CeilToInt": math.ceil,
+}
 
 
-def _dim(tree: ast.expr, symbols: Mapping[str, int]) -> int:
+def _number(tree: ast.expr, symbols: Mapping[str, int], calls: Mapping[str, _Call]) -> Any:
+    floats = calls is _NUMBER_CALLS
     match tree:
         case ast.Constant(value=int(number)):
+            return number
+        case ast.Constant(value=float(number)) if floats:
             return number
         case ast.Name(id=name):
             return symbols[name]
         case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_dim(inner, symbols)
+            return -_number(inner, symbols, calls)
+        case ast.BinOp(left=left, op=ast.Div(), right=right) if floats:
+            return _number(left, symbols, calls) / _number(right, symbols, calls)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _DIM_OPS:
-            a, b = _dim(left, symbols), _dim(right, symbols)
+            a, b = _number(left, symbols, calls), _number(right, symbols, calls)
             if isinstance(op, ast.Pow) and not 0 <= b <= 8:
                 raise ValueError("a power above 8")
             return _DIM_OPS[type(op)](a, b)
-        case ast.Call(func=ast.Name(id="max" | "min" as name), args=args, keywords=[]) if args:
-            values = [_dim(a, symbols) for a in args]
-            return max(values) if name == "max" else min(values)
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in calls and args:
+            return calls[name](*(_number(a, symbols, calls) for a in args))
     raise ValueError(f"{ast.unparse(tree)} is not a size")
 
 

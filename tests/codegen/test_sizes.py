@@ -14,7 +14,7 @@ from torch import fx
 from fxpart.codegen.size_builder import SizeBuilder, solvable
 from fxpart.codegen.size_expressions import UnsupportedExpressionError, dim_text, fold
 from fxpart.errors import FxpartError
-from fxpart.program.spec import dim_value
+from fxpart.program.spec import dim_value, number_value
 
 S0, S1 = sympy.symbols("s0 s1", integer=True, positive=True)
 
@@ -152,3 +152,25 @@ def test_only_sizes_are_evaluated(text: str) -> None:
     with pytest.raises(FxpartError) as caught:
         dim_value(text, {"s0": 3})
     assert caught.value.code == "FXP109"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("FloatPow(ToFloat(s0), 0.5)", 3.0),
+        ("IntTrueDiv(6, s0)", 6 / 9),
+        ("FloorDiv(s0, 2) + 0.5", 4.5),
+        ("OpaqueUnaryFn_log(ToFloat(s0))", 2.1972245773362196),
+        ("Max(1, -s0 + 12)", 3),
+        ("1/s0", 1 / 9),
+    ],
+)
+def test_numbers_of_sizes(text: str, value: float) -> None:
+    """As torch writes them; a dim is none of them."""
+    assert number_value(text, {"s0": 9}) == value
+    if isinstance(value, float):
+        with pytest.raises(FxpartError, match="is not a size"):
+            dim_value(text, {"s0": 9})
+    for wrong in ("s0/0", "open(s0)", "s1", "Max()", "ToFloat(s0, 2)"):
+        with pytest.raises(FxpartError, match="FXP109"):
+            number_value(wrong, {"s0": 9})

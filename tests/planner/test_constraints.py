@@ -324,3 +324,35 @@ def test_a_plan_that_breaks_constraints_is_named() -> None:
     with pytest.raises(FxpartError, match="FXP202") as caught:
         check_plan(plan, wrong, names)
     assert len(caught.value.problems) == len(wrong)
+
+
+def hardest(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (out - target).square().sum(-1).max()
+
+
+@pytest.mark.parametrize("counts", [2, "2,4"])
+def test_a_fixed_number_of_microbatches_of_coupled_rows(counts: int | str) -> None:
+    """The constraint is refused for the same reason as the argument."""
+    given = (torch.zeros(8, 8), torch.zeros(8, 4))
+    make = partial(fxpart.compile, Layered(), "local:2", example_inputs=given, loss=hardest)
+    with pytest.raises(FxpartError, match="FXP114") as caught:
+        make(constraints={"mesh": "none", "microbatches": counts})
+    assert "max combines rows" in caught.value.problems[0].why
+    assert make(constraints={"mesh": "none", "microbatches": "1,2"}).plan.microbatches == 1
+
+
+class Nearest(Layered):
+    """Distances between all rows; torch captures them for one number of rows only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out + torch.cdist(out, out).mean()
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp", "cp"])
+def test_degrees_of_a_fixed_batch(axis: str) -> None:
+    given = (torch.randn(8, 8), torch.zeros(8, 4))
+    with pytest.raises(FxpartError, match="FXP202.*\n.*\n.*a fixed batch"):
+        fxpart.compile(
+            Nearest(), "local:2", example_inputs=given, loss=nn.MSELoss(), constraints={axis: 2}
+        )

@@ -376,3 +376,20 @@ def test_rows_are_divided(multiple: int, microbatches: int) -> None:
         assert all(count * count_repeats(count, multiple) % multiple == 0 for count in found)
         if microbatches > 1 and rows > multiple:
             assert count_repeats(found[-1], multiple) == 1 or found[-1] < multiple
+
+
+def root(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (out - target).square().sum() / out.shape[0] ** 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("constraints", [{"mesh": "none", "stages": 2}, {"mesh": "dp=2"}])
+def test_a_loss_divided_by_a_root_of_the_number_of_rows(constraints: dict[str, Any]) -> None:
+    """The root is that of all rows of the batch, not of a microbatch or a rank."""
+    model = seeded(lambda: nn.Sequential(dense(), nn.Tanh(), nn.Linear(3, 3)))
+    made = trainer(model, dense_batch(8), root, constraints, microbatches=2)
+    plain = Plain(model, root)
+    for rows in (8, 6, 8):
+        made.step(dense_batch(rows))
+        plain.update([dense_batch(rows)])
+    assert plain.off(made.state_dict()) < 1e-5

@@ -65,20 +65,24 @@ def resolve_microbatches(
     found: Sequence[RowDependence],
     constraints: Mapping[str, object],
     microbatches: int | None,
+    fixed: Sequence[int] = (),
 ) -> int | None:
     """Return the number of microbatches: 1 if rows are coupled and the user did not accept it.
 
-    Raise FXP114 with each coupling if another number was requested.
+    fixed: the numbers that constraints allow, if any. Raise FXP114 with each coupling if only other
+    numbers were requested.
     """
     if not found or is_accepted(constraints):
         return microbatches
-    if microbatches is not None and microbatches > 1:
+    requested = fixed if microbatches is None else (microbatches,)
+    if requested and 1 not in requested:
+        count = " or ".join(map(str, requested))
         raise FxpartError(
             [
                 Problem(
                     "FXP114",
                     item.where,
-                    f"with {microbatches} microbatches the objective differs from that of the "
+                    f"with {count} microbatches the objective differs from that of the "
                     f"whole batch: {item.why}",
                     _FIX,
                 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fxpart.program.spec import TotalsSpec, dim_value
+from fxpart.program.spec import TotalsSpec, number_value
 from fxpart.runtime.batch.device_copy import copy_to_device
 
 Value = Callable[["_BatchValues"], Any]
@@ -106,7 +106,7 @@ class BatchTotals:
             case "value":
                 return lambda batch: batch.values[what]
             case "size":
-                return lambda batch: dim_value(what, batch.sizes)
+                return lambda batch: number_value(what, batch.sizes)
             case "constant":
                 return lambda batch: self._constant(what, batch)
             case "torch":
