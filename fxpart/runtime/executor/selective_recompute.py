@@ -8,12 +8,13 @@ forward.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 
-from fxpart.compat import TorchDispatchMode, get_write_count
+from fxpart.compat import TorchDispatchMode, get_write_count, storage_address
 
 WORTH = 2.0
 
@@ -52,11 +53,19 @@ class ProductCacheMode(TorchDispatchMode):
         self.costs: list[tuple[float, float]] = []
         self._save = save
         self._kept: list[Any] = []
-        self._made: list[Any] = []  # Of a first call: results as the ops returned them.
+        # Of a first call: results as the ops returned them, and storages that ops wrote since.
+        self._made: list[Any] = []
+        self._written: set[object] = set()
 
     def settle(self) -> list[bool]:
         """Return by product whether it was not changed since."""
-        found = [all(get_write_count(t) == 0 for t in _tensors(made)) for made in self._made]
+        found = [
+            all(
+                get_write_count(t) == 0 and storage_address(t) not in self._written
+                for t in _tensors(made)
+            )
+            for made in self._made
+        ]
         self._made = []  # They keep the autograd graph alive.
         return found
 
@@ -80,6 +89,8 @@ class ProductCacheMode(TorchDispatchMode):
     ) -> Any:
         """Run the op, and store its result if it is a selected product."""
         found = func(*args, **(kwargs or {}))
+        if self._save is None:
+            self._note_writes(func, args, kwargs or {})
         cost = _cost(func, args)
         if cost is not None:
             kept = None
@@ -91,6 +102,16 @@ class ProductCacheMode(TorchDispatchMode):
                 kept = tuple(many) if isinstance(found, tuple) else many[0]
             self._kept.append(kept)
         return found
+
+    def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Record what an op writes; parts of ``unsafe_chunk`` do not share a write count."""
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                many = given if isinstance(given, (list, tuple)) else (given,)
+                self._written.update(
+                    storage_address(t) for t in many if isinstance(t, torch.Tensor)
+                )
 
 
 class ProductReplayMode(TorchDispatchMode):
