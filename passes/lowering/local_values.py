@@ -127,7 +127,7 @@ def _slice_by_arguments(target: Any, args: Any, whole: Any) -> torch.Tensor | No
     """
     if target is not torch.ops.aten.slice.Tensor or len(args) != 4:
         return None
-    tensor, dim, start, end = args
+    tensor, dim, start, end = args[0], args[1], args[2] or 0, args[3]
     wanted = sympy.sympify(expression(whole.shape[dim]))
     if not isinstance(end, torch.SymInt) or not isinstance(start, int) or start < 0:
         return None

@@ -306,6 +306,38 @@ def test_sequences_as_long_as_the_position_ids() -> None:
     trainer.close()
 
 
+class Positioned(nn.Module):
+    """Causal attention over embeddings and the first rows of a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(20, 16), nn.Parameter(torch.randn(8, 16))
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 20)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(ids) + self.places[: ids.shape[1]]
+        query, key, value = (
+            part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, -1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: torch.Tensor = self.head(hidden + mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+def test_a_table_of_positions_of_the_full_length() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(20, (4, 8))
+    program = fxpart.compile(
+        Positioned(), "local:2", example_inputs=(ids, ids),
+        loss=lambda out, y: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()),
+        constraints={"mesh": "cp=2", "stages": 1},
+    )  # fmt: skip
+    assert verify(program, steps=2).passed
+    trainer = program.trainer("sgd")
+    trainer.step((ids[:, :4], ids[:, :4]))
+    trainer.close()
+
+
 def test_a_model_without_attention() -> None:
     with pytest.raises(FxpartError, match="no attention whose queries"):
         fxpart.compile(
