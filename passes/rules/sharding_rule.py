@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from fxpart.compiler.tensor_sizes import expression
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placement, Placements, Shard, chunk
 
 from .outer_parts import divides, multiply_parts
@@ -64,6 +65,11 @@ class ShardingRule:
     local: frozenset[str] = frozenset()
     together: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Make symbols numbers whose size torch has found out."""
+        sizes = {name: _number(size) for name, size in self.sizes.items()}
+        object.__setattr__(self, "sizes", sizes)
+
     @property
     def factors(self) -> tuple[str, ...]:
         """Every factor, in order of first appearance."""
@@ -71,6 +77,11 @@ class ShardingRule:
         for dims in (*self.operands, *self.results):
             found.update(dict.fromkeys(f for dim in dims for f in dim))
         return tuple(found)
+
+
+def _number(size: Size) -> Size:
+    known = expression(size)
+    return known if isinstance(known, int) else size
 
 
 @dataclass(frozen=True)

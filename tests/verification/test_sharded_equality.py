@@ -112,3 +112,28 @@ def test_a_plan_applied_again_gives_the_same_program() -> None:
         first.mesh_rank_program(k) for k in range(4)
     ]
     assert verify(again).passed
+
+
+class EncodedThenRecurrent(torch.nn.Module):
+    """torch finds out the length of sequences only at the recurrent layer, and keeps its symbol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(20, 16), torch.nn.Linear(16, 20)
+        self.encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+        self.recurrent = torch.nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.recurrent(self.encoder(self.table(ids)))[0])
+        return out
+
+
+def test_a_symbol_that_became_a_number() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(20, (6, 8))
+    program = fxpart.compile(
+        EncodedThenRecurrent(), "local:2", example_inputs=(ids, ids),
+        loss=lambda out, y: torch.nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()),
+        constraints={"mesh": "dp=2", "stages": 1},
+    )  # fmt: skip
+    assert verify(program, steps=2).passed
