@@ -47,6 +47,14 @@ class Weighing:
         """Return what the base model knows, with the contention that was measured."""
         return replace(self.base.knowledge(device), contention=self.found)
 
+    def for_model(self, fingerprint: str) -> Weighing:
+        """Return the model for a captured model, with the same contention."""
+        return replace(self, base=self.base.for_model(fingerprint))
+
+    def for_part(self, cluster: Any) -> Weighing:
+        """Return the model for some devices, with the same contention."""
+        return replace(self, base=self.base.for_part(cluster))
+
     def __getattr__(self, name: str) -> Any:
         """Everything else is the other one's."""
         return getattr(self.base, name)
@@ -56,7 +64,7 @@ def of_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One model: plan by plan every rank's row, and what a plan that just fits comes to."""
     import cpu_models
 
-    from fxpart.profiling.memory import ProcessMemoryGrowth
+    from fxpart.costmodels.profile_store import ContentionProfile
 
     work = cpu_models.build(name)
     file = Path(options.keep) / f"{name}.json" if options.keep else None
@@ -73,7 +81,8 @@ def of_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
         found = growth_of(work)
         kept["growth"] = [found.baseline, found.overhead]
         keep()
-    growth = ProcessMemoryGrowth(*kept["growth"])
+    baseline, overhead = kept["growth"]
+    growth = ContentionProfile(baseline=int(baseline), overhead=overhead)
     say(f"{name}: {growth.baseline / MIB:.0f} MiB beside tensors, {growth.overhead:.1%} of them")
     for place, (constraints, count) in enumerate(PLANS):
         label = words(constraints, count)
@@ -168,6 +177,7 @@ def ranks_of(plan: Any) -> list[tuple[int, Any]]:
 
 def row(rank: int, entry: Any, measured: Any) -> dict[str, Any]:
     """One rank's figures, in bytes."""
+    assert entry.process, "the plan knows what a process takes beside its tensors"
     peak = measured.peaks[rank]
     return {
         "ranks": len(measured.peaks),
