@@ -49,7 +49,19 @@ def sharding(plan: Plan) -> Faults:
         yield "sharding.zero_axis", f"the mesh has no axis {short(given.zero_axis)!a}"
     elif given.zero_axis and not given.zero:
         yield "sharding.zero_axis", "an axis is specified, but zero is 0"
+    else:
+        yield from _shard_degrees(plan, mesh.count(given.zero_axis))
     yield from _all_placed(given, mesh, {i.name for i in plan.model.inputs})
+
+
+def _shard_degrees(plan: Plan, size: int) -> Faults:
+    """Check that stages with hybrid sharding shard over the ZeRO axis, of ``size`` ranks."""
+    for position, stage in enumerate(plan.stages):
+        if stage.shard_degree not in (0, size):
+            yield (
+                f"stages[{position}].shard_degree",
+                f"the degree is {stage.shard_degree}, but sharding.zero_axis has {size} ranks",
+            )
 
 
 def _all_placed(given: PlanSharding, mesh: Mesh, inputs: set[str]) -> Faults:

@@ -25,7 +25,7 @@ from fxpart.compiler.tensor_sizes import tensors
 from fxpart.errors import FxpartError, Problem
 from fxpart.passes import all_passes
 from fxpart.passes.rules import layout, operands, rule_of
-from fxpart.plan.constraint_table import DATA_AXIS
+from fxpart.plan.constraint_table import DATA_AXES, DATA_AXIS
 from fxpart.plan.model import Certificate
 from fxpart.planner.constraints import allowed_recompute
 from fxpart.planner.context_parallelism import shard_sequences
@@ -266,15 +266,13 @@ def _names(graph: fx.GraphModule, captured: CapturedModel) -> dict[str, str]:
 
 
 def _batch_cut(captured: CapturedModel, mesh: Mesh, given: Mapping[str, str]) -> dict[str, str]:
-    """Shard the batch dim of every input over the data axis unless an annotation places it."""
-    if DATA_AXIS not in mesh.names:
-        return {}
+    """Shard the batch dim of every input over the data axes unless an annotation places it."""
     found = {}
     for item in captured.inputs:
         key = f"input:{item.name}"
-        if item.batch_dim is None or _is_placed(given, key, DATA_AXIS):
-            continue
-        found[key] = f"{DATA_AXIS}:S({item.batch_dim})"
+        axes = [a for a in DATA_AXES if a in mesh.names and not _is_placed(given, key, a)]
+        if item.batch_dim is not None and axes:
+            found[key] = ",".join(f"{axis}:S({item.batch_dim})" for axis in axes)
     return found
 
 

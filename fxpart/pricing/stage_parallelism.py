@@ -112,15 +112,17 @@ class StageParallelism:
                 for axis in axes:
                     bytes_of[block, "shard(0)", "replicate", (axis,)] += weight.rows
                 axes = ()
+            gradient = weight.gradient
             if self.zero in (1, 2) and weight.name not in self.cut:
                 zero = (self.zero_axis,)
                 bytes_of[block, "shard(0)", "replicate", zero] += weight.weight
                 settled[block] += weight.rows
                 if self.zero_axis in axes:
-                    bytes_of[block, "partial", "shard(0)", zero] += weight.gradient
+                    bytes_of[block, "partial", "shard(0)", zero] += gradient
                 axes = tuple(axis for axis in axes if axis != self.zero_axis)
+                gradient = -(-gradient // self.mesh.count(self.zero_axis))  # of this rank's shard
             for axis in axes:
-                bytes_of[block, "partial", "replicate", (axis,)] += weight.gradient
+                bytes_of[block, "partial", "replicate", (axis,)] += gradient
         seconds = [settled[block] * _SETTLED * copying for block in range(blocks)]
         first: dict[tuple[str, str, tuple[str, ...]], float] = {}
         for (block, source, target, axes), size in bytes_of.items():

@@ -59,6 +59,10 @@ class Mesh:
         """The number of mesh ranks."""
         return math.prod(self.shape)
 
+    def count(self, *axes: str) -> int:
+        """Return the number of ranks along these axes together; an axis that is missing has one."""
+        return math.prod(size for name, size in self.axes if name in axes)
+
     def index(self, axis: str) -> int:
         """Return the position of an axis; raise FXP109 for an unknown one."""
         if axis not in self.names:

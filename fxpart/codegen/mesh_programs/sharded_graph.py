@@ -104,6 +104,18 @@ class ShardedGraph:
         tensor = self.mesh.size // (rows * context)
         return rows, tensor, prod(shape[axis] for axis in experts), context
 
+    @property
+    def shard_degree(self) -> int:
+        """The ranks that share ZeRO's shards if these are a part of the data-parallel ones, else 0.
+
+        The others have replicas of the shards (hybrid sharding).
+        """
+        axes = [self.mesh.names[axis] for axis in self._batch_axes()] if self.zero else []
+        if self.zero_axis not in axes:
+            return 0
+        size = self.mesh.count(self.zero_axis)
+        return size if 1 < size < self.mesh.count(*axes) else 0
+
     def count_batch_parts(self) -> int:
         """Return the number of parts into which the rows of every input are sharded."""
         return prod(self.mesh.shape[axis] for axis in self._batch_axes())
