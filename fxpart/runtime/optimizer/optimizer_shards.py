@@ -17,7 +17,11 @@ from torch import nn
 
 from fxpart.collectives import BucketedCollective, Communicator, start_all_gather, start_sum
 from fxpart.program.spec import has_backward
-from fxpart.runtime.embedding_tables import SparseGradientParts, SparseGradients
+from fxpart.runtime.embedding_tables import (
+    SparseGradientParts,
+    SparseGradients,
+    make_sparse_target,
+)
 from fxpart.runtime.executor.instruction import BackwardHooks
 from fxpart.runtime.gradients.buckets import PartialGradient, make_buckets
 from fxpart.runtime.gradients.reduce_scatter import (
@@ -41,10 +45,8 @@ class OptimizerShards:
     def __init__(
         self, state: ModelState, meshes: MeshCommunicators | None, *, shared_rows: bool = True
     ) -> None:
-        """meshes: None if the program is not sharded.
-
-        shared_rows: whether sparse gradients of embedding tables that several stages share stay
-        sparse.
+        """meshes: None if the program is not sharded. shared_rows: whether sparse gradients of
+        embedding tables that several stages share stay sparse.
         """
         self._state = state
         self._meshes = meshes
@@ -105,7 +107,7 @@ class OptimizerShards:
     ) -> torch.Tensor:
         shard = self.of(parameter)
         if shard is not parameter and parameter in optimizer.state:
-            start = shard.storage_offset() - parameter.storage_offset()
+            start = (shard.data_ptr() - parameter.data_ptr()) // parameter.itemsize
             shape = parameter.shape
             optimizer.state[shard] = {
                 key: value.reshape(-1)[start : start + shard.numel()].clone()
@@ -378,8 +380,8 @@ def _make_shard(
     if not parameter.is_contiguous():
         parameter.data = parameter.data.contiguous()
     line = parameter.data.view(-1)
-    start, stop = shard_along_axis(entry.pieces, axis).range(mesh_rank, len(line))
-    return nn.Parameter(line[start:stop])
+    shard = line[slice(*shard_along_axis(entry.pieces, axis).range(mesh_rank, len(line)))]
+    return nn.Parameter(make_sparse_target(shard) if entry.spec.sparse else shard)
 
 
 def _start_sum(
