@@ -101,6 +101,27 @@ def test_sums_are_priced_once_a_step_and_by_what_zero_moves() -> None:
     assert nothing.by_block == (0.0, 0.0, 0.0) and not nothing.once
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_hybrid_sharding_reduces_shards_between_groups(zero: int) -> None:
+    """A reduce-scatter and an all-gather in the group, and an all-reduce of half between groups."""
+    model, mesh = find("auto"), Mesh.parse("dp=2,dp_shard=2")
+    rings = Rings(cluster(), mesh)
+    sharing = StageParallelism(
+        mesh, partial={"b": ("dp", "dp_shard")}, zero=zero, zero_axis="dp_shard"
+    )
+    found = sharing.compute_reduction_times(WEIGHTS, 3, model, rings)
+    wanted = [
+        size / (25 << 20) * model.reshard(*change, 25 << 20, rings(axis)).seconds
+        for change, size, axis in (
+            (("partial", "shard(0)"), 500, "dp_shard"),
+            (("shard(0)", "replicate"), 500, "dp_shard"),
+            (("partial", "replicate"), 250, "dp"),
+        )
+    ]
+    assert found.by_block[1] == pytest.approx(sum(wanted))
+    assert sharing.divided(WEIGHTS[1]).optimizer == 501
+
+
 def test_rows_of_tables_are_gathered_whatever_zero_does() -> None:
     """Each axis gives every lane the rows of all, once, and nothing is summed."""
     model, mesh = find("auto"), Mesh.parse("dp=2,tp=2")
