@@ -212,10 +212,14 @@ def _split(
     where the product is small.
     """
     groups: dict[object, list[ParallelOption]] = {}
-    for index, option in enumerate(problem.options):
-        one = uniform_degrees(problem, index)
-        key = one._replace(zero=int(levels and option.zero > 0))
-        groups.setdefault(key, []).append(option)
+    for hybrid in (True, False):  # separate meshes of hybrid sharding too, if that is not too many
+        groups = {}
+        for index, option in enumerate(problem.options):
+            key = uniform_degrees(problem, index)._replace(zero=int(levels and option.zero > 0))
+            key = key if hybrid else key._replace(shard_degree=0)
+            groups.setdefault(key, []).append(option)
+        if len(groups) <= _MESHES:
+            break
     if world is None and len(groups) > _MESHES:
         yield problem
         return

@@ -37,12 +37,11 @@ class StageOptionEnumerator:
             for option in self._option(pool, index, layout, data, zero, shards)
         ]
         found = [o for o in found if self._fits(o)] or found
-        if len(found) > self.space.most_options:
-            order = sorted({o.data for o in found}, key=lambda d: (odd(d), d))
-            keep = set(order)
-            while len(found) > self.space.most_options and len(order) > 1:
-                keep.discard(order.pop())
-                found = [o for o in found if o.data in keep]
+        # The first to be removed are those of hybrid sharding, which is one more way of ZeRO.
+        order = sorted(set(map(_rank_option, found)))
+        while len(found) > self.space.most_options and len(order) > 1:
+            last = order.pop()
+            found = [o for o in found if _rank_option(o) != last]
         return tuple(found)
 
     def _fits(self, option: ParallelOption) -> bool:
@@ -134,3 +133,8 @@ class StageOptionEnumerator:
             )
             for mode in self._modes
         ]  # fmt: skip
+
+
+def _rank_option(option: ParallelOption) -> tuple[bool, int, int]:
+    """Return the key by which options are kept if there are too many, the smallest first."""
+    return option.shard_degree > 0, odd(option.data), option.data

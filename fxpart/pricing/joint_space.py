@@ -30,7 +30,8 @@ class SearchSpace:
     shards of ZeRO under hybrid sharding, tried beside the most on one host. recompute: modes.
     uniform: every stage has equal degrees. max_stages: None for as many as there are devices and
     blocks. microbatches: counts. most_options: options of a stage, of all pools together; where
-    there are more, the data degrees farthest from powers of two are removed first.
+    there are more, hybrid sharding and then the data degrees farthest from powers of two are
+    removed first.
     """
 
     tensor: tuple[int, ...] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from fxpart import Cluster, Device, FxpartError, Link, Plan, Program
 from fxpart.capture import capture
 from fxpart.costs import CostModel
 from fxpart.elastic.state_shares import shares_of
+from fxpart.interop.engines import ENGINES
 from fxpart.interop.engines.plan_degrees import find_degrees
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import SearchSpace
@@ -90,6 +92,7 @@ def problem(cluster: Cluster, **options: Any) -> JointProblem:
     )[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", [{"stages": 1, "tp": 1}, pytest.param({}, marks=pytest.mark.long)]
 )
@@ -106,6 +109,7 @@ def test_chosen_where_links_between_hosts_are_slow(given: dict[str, Any]) -> Non
         planned(dp=4, stages=1, zero=0)
 
 
+@pytest.mark.slow
 def test_parameters_stay_on_their_host() -> None:
     """ZeRO 3 over all ranks gathers over slow links in every microbatch."""
     given = {"dp": 4, "stages": 1, "zero": 3}
@@ -116,12 +120,14 @@ def test_parameters_stay_on_their_host() -> None:
     assert weights[0] == pytest.approx(2 * weights[1], rel=0.01)
 
 
+@pytest.mark.slow
 def test_not_chosen_where_all_links_are_equal() -> None:
     """On one host nothing is gained, so that no option of the planner has it."""
     plan = planned(hosts(1, 4), dp=4, stages=1, tp=1)
     assert [(s.zero, s.shard_degree) for s in plan.stages] == [(2, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 def test_costs_of_options_are_closed_forms(shared: bool) -> None:
     """Of ring collectives of n ranks: (n - 1) / n of the bytes, and twice that for an all-reduce.
@@ -181,6 +187,7 @@ def test_wrong_constraints_are_explained(given: dict[str, Any], why: str, fix: s
     assert problem.code == "FXP109" and why in problem.why and fix in problem.fix
 
 
+@pytest.mark.slow
 def test_contradictions_are_refused() -> None:
     """Without ZeRO there is no choice left, and neither in an asynchronous pipeline."""
     for given in ({"zero": 0}, {"mode": "async"}):
@@ -188,6 +195,7 @@ def test_contradictions_are_refused() -> None:
             compiled(**given, shard_degree=2)
 
 
+@pytest.mark.slow
 def test_the_mesh_may_name_both_axes() -> None:
     """The constraint and the mesh with both axes are the same plan."""
     one = compiled(**HYBRID, zero=2).plan
@@ -213,6 +221,33 @@ def test_files_and_texts() -> None:
     assert (find_degrees(plan).shards, find_degrees(plan).shard_replicas) == (2, 2)
     shares = [share.parameters for share in shares_of(plan)]
     assert shares == [(0.0, 0.5), (0.5, 1.0)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "lost"), [(1, ("deepspeed",)), (3, ("deepspeed", "megatron"))])
+def test_configurations_of_engines(zero: int, lost: tuple[str, ...]) -> None:
+    """Engines with hybrid sharding get both degrees; the others are said to lose it."""
+    found = find_degrees(compiled(**HYBRID, zero=zero).plan)
+    made = {name: spec.write(found) for name, spec in ENGINES.items()}
+    texts = {name: "\n".join(one.files.values()) for name, one in made.items()}
+    assert "data_parallel_replicate_degree = 2\n" in texts["torchtitan"]
+    assert "data_parallel_shard_degree = 2\n" in texts["torchtitan"]
+    assert "dp_replicate_size: 2\n" in texts["accelerate"]
+    assert "dp_shard_size: 2\n" in texts["accelerate"]
+    instances = re.search(r"--num-distributed-optimizer-instances\s+(\d+)", texts["megatron"])
+    assert (instances is not None and instances[1] == "2") == (zero == 1)
+    named = [name for name, one in made.items() if "Hybrid sharding over 2 of 4" in str(one.lost)]
+    assert tuple(sorted(named)) == lost
+
+
+@pytest.mark.slow
+def test_too_many_options_lose_hybrid_sharding_first() -> None:
+    """Data degrees are removed as without it."""
+    every = problem(hosts(2, 4)).options
+    plain = [option for option in every if not option.shard_degree]
+    assert len(every) > len(plain)
+    kept = problem(hosts(2, 4), most_options=len(every) - 1).options
+    assert list(kept) == plain
 
 
 @pytest.mark.parametrize(
