@@ -72,9 +72,9 @@ def _list_values(plan: Plan) -> dict[str, set[str]]:
     """Return the plan's values of each decision as text; several where its stages differ."""
     return {
         "pp": {str(len(plan.firsts))},
-        **_degrees(plan),
         "zero": {str(stage.zero) for stage in plan.stages},
         "shard_degree": {str(stage.shard_degree) for stage in plan.stages},
+        **_degrees(plan),
         "recompute": {stage.recompute for stage in plan.stages},
         "microbatches": {str(plan.microbatches)},
         "schedule": {plan.schedule},
@@ -85,9 +85,12 @@ def _list_values(plan: Plan) -> dict[str, set[str]]:
 def _degrees(plan: Plan) -> dict[str, set[str]]:
     """Return the degrees by mesh axis, or those of the stages where no mesh is known."""
     if plan.sharding is not None:
-        axes = merge_data_axes(Mesh.parse(plan.sharding.mesh))
+        mesh = Mesh.parse(plan.sharding.mesh)
+        axes = merge_data_axes(mesh)
         expert = {str(stage.expert_parallel) for stage in plan.stages}  # over dp
         named = {axis: {str(axes.get(axis, 1))} for axis in DEGREES}
+        if plan.sharding.zero and plan.sharding.zero_axis == SHARD_AXIS:
+            named["shard_degree"] = {str(mesh.count(SHARD_AXIS))}
         return named if "ep" in axes else {**named, "ep": expert}
     return {
         "dp": {str(stage.data_parallel) for stage in plan.stages},

@@ -98,7 +98,7 @@ class ShardedGraph:
         """
         axes, shape = self._batch_axes(), self.mesh.shape
         experts = [axis for axis in axes if self._list_distributed(axis)]
-        rows = prod(shape[axis] for axis in axes if not self._list_sharded(axis))
+        rows = prod(shape[axis] for axis in self._data_axes())
         others = {*range(len(shape))} - {*axes}
         context = prod(shape[axis] for axis in others if self._shards_sequences(axis))
         tensor = self.mesh.size // (rows * context)
@@ -110,7 +110,7 @@ class ShardedGraph:
 
         The others have replicas of the shards (hybrid sharding).
         """
-        axes = [self.mesh.names[axis] for axis in self._batch_axes()] if self.zero else []
+        axes = [self.mesh.names[axis] for axis in self._data_axes()] if self.zero else []
         if self.zero_axis not in axes:
             return 0
         size = self.mesh.count(self.zero_axis)
@@ -129,6 +129,10 @@ class ShardedGraph:
             if i.batch_dim is not None and i.name in found
         ]
         return [k for k in range(len(self.mesh.shape)) if cut and all(c[k] for c in cut)]
+
+    def _data_axes(self) -> list[int]:
+        """Return the axes that are data-parallel, as :meth:`degrees` defines it."""
+        return [axis for axis in self._batch_axes() if not self._list_sharded(axis)]
 
     def _list_sharded(self, axis: int) -> set[str]:
         """Return the parameters that the axis shards, other than by ZeRO-3 or by expert."""
