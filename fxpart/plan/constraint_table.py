@@ -123,7 +123,8 @@ _TABLE = (
         summary="ZeRO level: shard optimizer state (1), gradients (2), parameters (3).",
     ),
     ConstraintSpec(
-        name="zero_axis", kind="text", needs="mesh", summary="Axis of the mesh that ZeRO shards."
+        name="zero_axis", kind="text", needs="mesh",
+        summary='Axis of the mesh that ZeRO shards; for zero=1 and 2 also several: "dp,cp".',
     ),
     _number(
         "shard_degree",

@@ -21,6 +21,7 @@ from fxpart.planner.constraints import (
 )
 from fxpart.planner.execution_mode import Constraints, mode_of, weights_of
 from fxpart.sharding import Mesh
+from fxpart.sharding.mesh import parse_axes
 from fxpart.solver.joint.constraints.parse import find_constraint_problems as find_decision_problems
 from fxpart.solver.joint.constraints.parse import parse_constraints
 
@@ -32,10 +33,10 @@ class PlanRequest:
     """The checked request.
 
     mesh: of the ranks of every stage. zero: level 0 to 3. zero_axis: the axis over which optimizer
-    state (1), gradients (2) or parameters (3) are sharded. experts: whether the experts of mixtures
-    are distributed over dp. cost_model: for this cluster; a profile
-    is read once, here. stages: smallest and largest number. ranks: of the whole program, None lets
-    the planner choose. open: whether the planner searches for the mesh.
+    state (1), gradients (2) or parameters (3) are sharded; for 1 and 2 also several, "dp,cp".
+    experts: whether the experts of mixtures are distributed over dp. cost_model: for this cluster;
+    a profile is read once, here. stages: smallest and largest number. ranks: of the whole program,
+    None lets the planner choose. open: whether the planner searches for the mesh.
     """
 
     cluster: Cluster
@@ -206,13 +207,16 @@ def _zero(constraints: Constraints, mesh: Mesh, problems: list[Problem]) -> tupl
     if not isinstance(level, int) or not isinstance(axis, str) or (not level and not axis):
         return 0, ""
     names = mesh.names
-    axis = axis or _default_zero_axis(mesh)
-    if axis not in names and names:
+    axes = parse_axes(axis or _default_zero_axis(mesh))
+    why, fix = "", 'set "zero_axis" to one of them'
+    if names and (not axes or {*axes} - {*names} or len(axes) > len({*axes})):
         why = f"the mesh has the axes {', '.join(names)}"
+    elif level == 3 and len(axes) > 1:
+        why, fix = "ZeRO 3 shards parameters over one axis", "use one axis, or zero=2"
+    if why:
         where = f"zero_axis={axis!r}" if axis else f"zero={level}"
-        fix = 'set "zero_axis" to one of them'
         problems.append(Problem("FXP109", where, why, fix))
-    return (level, axis) if level else (0, "")
+    return (level, ",".join(name for name in names if name in axes)) if level else (0, "")
 
 
 def _default_zero_axis(mesh: Mesh) -> str:

@@ -33,6 +33,7 @@ from fxpart.planner.embedding_tables import shard_large_tables
 from fxpart.planner.expert_parallelism import shard_experts
 from fxpart.pricing.placements import StrategyAssignment, choose_placements
 from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placements
+from fxpart.sharding.mesh import parse_axes
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
@@ -232,7 +233,7 @@ def _select_placements(
     undecided: int,
 ) -> SelectedPlacements:
     """Return the solver's placements, and their certificate for the plan."""
-    zero = (request.zero, request.mesh.index(request.zero_axis)) if request.zero else (0, 0)
+    axes = tuple(map(request.mesh.index, parse_axes(request.zero_axis)))
     found, proof = choose_placements(
         graph,
         captured,
@@ -244,7 +245,7 @@ def _select_placements(
         stages=expected.stages,
         time_limit=float(request.constraints.get("time_limit", 30.0)),
         recompute="full" in allowed_recompute(request.constraints),
-        zero=zero,
+        zero=(request.zero, axes),
     )
     status = proof.status
     assert status in ("optimal", "within gap", "best found"), status

@@ -97,3 +97,8 @@ class Mesh:
         return tuple(
             self.mesh_rank((*here[:at], place, *here[at + 1 :])) for place in range(self.shape[at])
         )
+
+
+def parse_axes(text: str) -> tuple[str, ...]:
+    """Return the axis names in a text such as "dp,cp"; none for an empty text."""
+    return tuple(filter(None, (part.strip() for part in text.split(","))))

@@ -175,6 +175,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"mesh": "dp=2,dp_shard=2", "zero": 1, "dp": 2}, "each stage has dp=4", "remove"),
     ({"shard_degree": 3}, "at least two groups of 3", "use 2,"),
     ({"shard_degree": -1}, "not a whole number", "shard_degree=2"),
+    ({"mesh": "dp=2,cp=2", "zero": 3, "zero_axis": "dp,cp"}, "over one axis", "zero=2"),
+    ({"mesh": "dp=2,cp=2", "zero": 1, "zero_axis": "dp,tp"}, "has the axes dp, cp", "one of them"),
     ({"zero_degree": 2}, "no constraint of this name", "shard_degree"),
 ]
 

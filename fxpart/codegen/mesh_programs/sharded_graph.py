@@ -28,6 +28,7 @@ from fxpart.sharding import (
     format_placements,
     local_shape,
 )
+from fxpart.sharding.mesh import parse_axes
 from fxpart.sharding.placement import count_dim_parts
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ if TYPE_CHECKING:
 class ShardedGraph:
     """A prepared graph in which every op and value has placements over a mesh.
 
-    whole: the graph; undecided axes are replicated. zero: ZeRO stage 0 to 3 over ``zero_axis``;
-    with 3, the placements of parameters express it. certificate: of the solver's choice of
-    placements. whole_outputs: every rank returns the user's outputs unsharded.
+    whole: the graph; undecided axes are replicated. zero: ZeRO stage 0 to 3 over ``zero_axis``, one
+    axis or several such as "dp,cp"; with 3, the placements of parameters express it. certificate:
+    of the solver's choice of placements. whole_outputs: every rank returns the user's outputs
+    unsharded.
     """
 
     whole: fx.GraphModule
@@ -111,9 +113,7 @@ class ShardedGraph:
         The others have replicas of the shards (hybrid sharding).
         """
         axes = [self.mesh.names[axis] for axis in self._data_axes()] if self.zero else []
-        if self.zero_axis not in axes:
-            return 0
-        size = self.mesh.count(self.zero_axis)
+        size = self.mesh.count(*(axis for axis in parse_axes(self.zero_axis) if axis in axes))
         return size if 1 < size < self.mesh.count(*axes) else 0
 
     def count_batch_parts(self) -> int:
@@ -178,7 +178,8 @@ class ShardedGraph:
     def like(self, graph: fx.GraphModule, captured: CapturedModel) -> ShardedGraph:
         """Return the evaluation graph of the model with the same placements of state and inputs."""
         mesh, state = self.mesh, self.state()
-        stored = {n: p for n, p in state.items() if self.zero == 3 and self.is_over_zero(p)}
+        over = self.zero_axis if self.zero == 3 else None
+        stored = {name: p for name, p in state.items() if over in self.list_axes(p)}
         seeds = {
             name: text
             for name, placed in state.items()
@@ -198,9 +199,10 @@ class ShardedGraph:
                 place(node, stored.get(name, state[name]), {})
         return replace(self, whole=whole, captured=captured, _locals={})
 
-    def is_over_zero(self, placed: Placements) -> bool:
-        """Return whether a value is sharded over the ZeRO axis."""
-        return bool(self.zero_axis) and isinstance(placed[self.mesh.index(self.zero_axis)], Shard)
+    def list_axes(self, placed: Placements) -> tuple[str, ...]:
+        """Return the axes over which a value is sharded."""
+        pairs = zip(self.mesh.names, placed, strict=True)
+        return tuple(name for name, placement in pairs if isinstance(placement, Shard))
 
     def _spread(self, placed: Placements) -> Placements:
         """Return the placements that ops see, with ZeRO-3 shards gathered."""
