@@ -273,3 +273,12 @@ def test_the_degree_is_that_of_the_axis() -> None:
     stage = msgspec.structs.replace(plan.stages[0], shard_degree=2)
     (found,) = msgspec.structs.replace(plan, stages=(stage,)).problems()
     assert "sharding.zero_axis has 4 ranks" in found.why
+
+
+def test_an_axis_that_shards_products_is_not_data_parallel() -> None:
+    """Then the shards are over all data-parallel ranks, and the plan is valid."""
+    given = json.dumps({"annotations": {"up.weight": "dp_shard:S(0)", "up.bias": "dp_shard:S(0)"}})
+    plan = compiled(**HYBRID, zero=1, annotations=given).plan
+    (stage,) = plan.stages
+    assert (stage.data_parallel, stage.tensor_parallel, stage.shard_degree) == (2, 2, 0)
+    assert plan.problems() == ()
