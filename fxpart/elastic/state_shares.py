@@ -51,17 +51,17 @@ def shares_of(plan: Plan) -> list[StateShare]:
     """Return each rank's share: blocks of its stage, sharded by tensor parallelism and ZeRO.
 
     Mesh ranks are ordered with the data-parallel axis major. ZeRO shards optimizer state from level
-    1, parameters at level 3.
+    1, parameters at level 3, over consecutive replicas under hybrid sharding.
     """
     found: dict[int, StateShare] = {}
     for stage in plan.stages:
         blocks = _spread_over_blocks(stage)
-        tensor, data = stage.tensor_parallel, stage.data_parallel
+        tensor, shards = stage.tensor_parallel, stage.shard_degree or stage.data_parallel
         for mesh_rank, rank in enumerate(stage.ranks):
             tensor_range = (mesh_rank % tensor / tensor, (mesh_rank % tensor + 1) / tensor)
-            replica = mesh_rank // tensor
-            width = (tensor_range[1] - tensor_range[0]) / data
-            sharded = (tensor_range[0] + replica * width, tensor_range[0] + (replica + 1) * width)
+            place = mesh_rank // tensor % shards
+            width = (tensor_range[1] - tensor_range[0]) / shards
+            sharded = (tensor_range[0] + place * width, tensor_range[0] + (place + 1) * width)
             found[rank] = StateShare(
                 blocks,
                 sharded if stage.zero == 3 else tensor_range,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from fxpart.errors import FxpartError, short
 from fxpart.plan.check_stages import Faults
 from fxpart.sharding import Mesh, parse_placements
+from fxpart.sharding.mesh import parse_axes
 
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan, PlanPlacement, PlanSharding
@@ -45,11 +46,27 @@ def sharding(plan: Plan) -> Faults:
             )
     if not 0 <= given.zero <= 3:
         yield "sharding.zero", f"{given.zero} is not 0, 1, 2 or 3"
-    elif given.zero and given.zero_axis not in mesh.names:
-        yield "sharding.zero_axis", f"the mesh has no axis {short(given.zero_axis)!a}"
+    elif given.zero and not 0 < len(parse_axes(given.zero_axis)) <= (1 if given.zero == 3 else 9):
+        yield "sharding.zero_axis", f"{short(given.zero_axis)!a} is no axis, or several for ZeRO 3"
+    elif given.zero and (other := {*parse_axes(given.zero_axis)} - {*mesh.names}):
+        yield "sharding.zero_axis", f"the mesh has no axis {short(min(other))!a}"
     elif given.zero_axis and not given.zero:
         yield "sharding.zero_axis", "an axis is specified, but zero is 0"
+    else:
+        axes = parse_axes(given.zero_axis)
+        yield from _shard_degrees(plan, {mesh.count(*axes), *(mesh.count(axis) for axis in axes)})
     yield from _all_placed(given, mesh, {i.name for i in plan.model.inputs})
+
+
+def _shard_degrees(plan: Plan, sizes: Collection[int]) -> Faults:
+    """Check that stages with hybrid sharding shard over the ZeRO axes. sizes: of these."""
+    for position, stage in enumerate(plan.stages):
+        if stage.shard_degree not in (0, *sizes):
+            ranks = " or ".join(map(str, sorted(sizes)))
+            yield (
+                f"stages[{position}].shard_degree",
+                f"the degree is {stage.shard_degree}, but sharding.zero_axis has {ranks} ranks",
+            )
 
 
 def _all_placed(given: PlanSharding, mesh: Mesh, inputs: set[str]) -> Faults:

@@ -68,6 +68,13 @@ def _degrees(stage: Stage) -> Iterator[str]:
         yield "a degree of parallelism is below 1"
     elif data % expert:
         yield f"expert parallelism {expert} does not divide data parallelism {data}"
+    elif shards := stage.shard_degree:
+        if not 1 < shards < data or data % shards:
+            yield f"the shard degree {shards} is no divisor of data parallelism {data} above 1"
+        elif not stage.zero:
+            yield f"the shard degree is {shards}, but the ZeRO level is 0"
+        elif expert > 1:
+            yield "a stage with distributed experts has no shard degree"
 
 
 def _blocks(plan: Plan) -> Faults:

@@ -20,6 +20,8 @@ ConstraintKind = Literal[
 ]
 
 DATA_AXIS = "dp"  # the axis of a mesh that divides the batch
+SHARD_AXIS = "dp_shard"  # the minor part of it over which hybrid sharding shards ZeRO's state
+DATA_AXES = (DATA_AXIS, SHARD_AXIS)
 CONTEXT_AXIS = "cp"  # the axis that divides sequences
 QUEUE = "queue"  # the mode in which replicas take microbatches from queues
 
@@ -121,7 +123,13 @@ _TABLE = (
         summary="ZeRO level: shard optimizer state (1), gradients (2), parameters (3).",
     ),
     ConstraintSpec(
-        name="zero_axis", kind="text", needs="mesh", summary="Axis of the mesh that ZeRO shards."
+        name="zero_axis", kind="text", needs="mesh",
+        summary='Axis of the mesh that ZeRO shards; for zero=1 and 2 also several: "dp,cp".',
+    ),
+    _number(
+        "shard_degree",
+        "Data-parallel ranks over which ZeRO shards, below dp: hybrid sharding.",
+        least=0, plain="0",
     ),
     ConstraintSpec(name="ranks", kind="count", summary="Number of ranks of the plan."),
     ConstraintSpec(

@@ -94,9 +94,14 @@ def plain(plan: Plan) -> dict[str, Any]:
     """Return the plan as dicts, lists, strings and numbers, as in its file."""
     found = shorten(msgspec.to_builtins(plan))
     for stage in found["stages"]:
-        if stage["context_parallel"] == 1:  # most plans have no such axis
-            del stage["context_parallel"]
+        for name, default in _OMITTED.items():
+            if stage[name] == default:
+                del stage[name]
     return found
+
+
+# Fields of stages that are written only where they differ: most plans have no such axis.
+_OMITTED = {"context_parallel": 1, "shard_degree": 0}
 
 
 def dump(plan: Plan, path: Path) -> None:

@@ -79,8 +79,9 @@ class Stage(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parts of the batch; context_parallel: number of parts of its sequences; tensor_parallel: number
     of ranks that share each of these parts, so that the product is the number of ranks;
     expert_parallel: number of the batch's parts that share one set of experts. zero: ZeRO level (0
-    to 3). device: the model of the ranks' devices, "" if not specified. parameters: number of
-    unsharded elements.
+    to 3). shard_degree: under hybrid sharding the number of consecutive data-parallel ranks that
+    share one set of ZeRO's shards, of which the others have replicas; 0: all share one. device: the
+    model of the ranks' devices, "" if not specified. parameters: number of unsharded elements.
     """
 
     index: int
@@ -93,6 +94,7 @@ class Stage(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     expert_parallel: int = 1
     context_parallel: int = 1
     zero: Literal[0, 1, 2, 3] = 0
+    shard_degree: int = 0
     recompute: Literal["none", "selective", "full"] = "none"
     device: str = ""
     pieces: tuple[tuple[int, int], ...] = ()
@@ -146,10 +148,11 @@ class PlanSharding(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields
     """How the ranks of each stage share its work.
 
     mesh: "dp=2,tp=2", the same for every stage: rank = stage * mesh size + mesh rank, with the
-    first axis major. zero: ZeRO level over ``zero_axis``: 1 shards optimizer state, 2 gradients
-    too, 3 parameters too. placed: values and ops that are not replicated on every axis. unruled:
-    ops without a sharding rule, which every rank computes whole, with their number. certificate: of
-    the placements that annotations do not determine; None where there are none.
+    first axis major. zero: ZeRO level over ``zero_axis`` ("dp", or for 1 and 2 also "dp,cp"): 1
+    shards optimizer state, 2 gradients too, 3 parameters too. placed: values and ops that are not
+    replicated on every axis. unruled: ops without a sharding rule, which every rank computes whole,
+    with their number. certificate: of the placements that annotations do not determine; None where
+    there are none.
     """
 
     mesh: str

@@ -19,12 +19,20 @@ def reasons(plan: Plan) -> tuple[str, ...]:
         known = ", ".join(list_schedules(trains=True))
         found.append(f"the runtime does not support the schedule {plan.schedule}, only {known}")
     degrees = {
-        (s.data_parallel, s.tensor_parallel, s.context_parallel, s.expert_parallel, s.zero)
+        (
+            s.data_parallel,
+            s.tensor_parallel,
+            s.context_parallel,
+            s.expert_parallel,
+            s.zero,
+            s.shard_degree,
+        )
         for s in plan.stages
     }
     if len(degrees) > 1:
         found.append(
-            "the stages differ in data, tensor, context or expert parallelism or in ZeRO level"
+            "the stages differ in data, tensor, context or expert parallelism, ZeRO level or shard "
+            "degree"
         )
     if spec is not None and not spec.flushes and any(stage.zero for stage in plan.stages):
         found.append(

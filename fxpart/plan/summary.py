@@ -41,6 +41,11 @@ class StageLayout(Protocol):
         ...
 
     @property
+    def shard_degree(self) -> int:
+        """Ranks that share ZeRO's shards under hybrid sharding, else 0."""
+        ...
+
+    @property
     def zero(self) -> int:
         """ZeRO stage."""
         ...
@@ -161,6 +166,7 @@ def layout(stage: StageLayout) -> str:
         f"cp{stage.context_parallel}" if stage.context_parallel > 1 else "",
         f"ep{stage.expert_parallel}" if stage.expert_parallel > 1 else "",
         f"zero{stage.zero}" if stage.zero else "",
+        f"shard{stage.shard_degree}" if stage.shard_degree else "",
         f"recompute {stage.recompute}" if stage.recompute != "none" else "",
     )
     return " ".join(filter(None, parts)) or "-"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fxpart.errors import FxpartError, Problem
-from fxpart.plan.constraint_table import CONSTRAINTS, DEGREES, QUEUE
+from fxpart.plan.constraint_table import CONSTRAINTS, DEGREES, QUEUE, SHARD_AXIS
 from fxpart.plan.model import Plan
+from fxpart.planner.constraints import merge_data_axes
 from fxpart.planner.execution_mode import ASYNC, mode_of
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.constraints.block_names import match_blocks
@@ -71,8 +72,9 @@ def _list_values(plan: Plan) -> dict[str, set[str]]:
     """Return the plan's values of each decision as text; several where its stages differ."""
     return {
         "pp": {str(len(plan.firsts))},
-        **_degrees(plan),
         "zero": {str(stage.zero) for stage in plan.stages},
+        "shard_degree": {str(stage.shard_degree) for stage in plan.stages},
+        **_degrees(plan),
         "recompute": {stage.recompute for stage in plan.stages},
         "microbatches": {str(plan.microbatches)},
         "schedule": {plan.schedule},
@@ -83,9 +85,12 @@ def _list_values(plan: Plan) -> dict[str, set[str]]:
 def _degrees(plan: Plan) -> dict[str, set[str]]:
     """Return the degrees by mesh axis, or those of the stages where no mesh is known."""
     if plan.sharding is not None:
-        axes = dict(Mesh.parse(plan.sharding.mesh).axes)
+        mesh = Mesh.parse(plan.sharding.mesh)
+        axes = merge_data_axes(mesh)
         expert = {str(stage.expert_parallel) for stage in plan.stages}  # over dp
         named = {axis: {str(axes.get(axis, 1))} for axis in DEGREES}
+        if plan.sharding.zero and plan.sharding.zero_axis == SHARD_AXIS:
+            named["shard_degree"] = {str(mesh.count(SHARD_AXIS))}
         return named if "ep" in axes else {**named, "ep": expert}
     return {
         "dp": {str(stage.data_parallel) for stage in plan.stages},
@@ -195,10 +200,13 @@ def _mesh(plan: Plan, constraints: Constraints) -> str:
     text = str(constraints["mesh"])
     if text in ("", "auto"):
         return ""
-    wanted = {} if text == "none" else dict(Mesh.parse(text).axes)
+    mesh = Mesh() if text == "none" else Mesh.parse(text)
+    wanted = merge_data_axes(mesh)
     if plan.sharding is not None:
-        found = dict(Mesh.parse(plan.sharding.mesh).axes)
+        given = Mesh.parse(plan.sharding.mesh)
+        found = merge_data_axes(given)  # the constraint shard_degree splits the data axis
         same = all(wanted.get(a, 1) == found.get(a, 1) for a in {*wanted, *found})
+        same &= SHARD_AXIS not in mesh.names or mesh.count(SHARD_AXIS) == given.count(SHARD_AXIS)
         return "" if same else f"the mesh {plan.sharding.mesh}"
     degrees = _degrees(plan)
     wrong = [a for a in degrees if degrees[a] != {str(wanted.pop(a, 1))}]

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from fxpart.errors import Problem, error
 from fxpart.plan.constraint_table import (
     CONSTRAINTS,
+    DATA_AXES,
     DATA_AXIS,
     DEGREES,
     QUEUE,
+    SHARD_AXIS,
     ConstraintSpec,
     suggest_names,
 )
@@ -120,9 +122,15 @@ def _find_solver_problems(constraints: Constraints) -> Iterator[Problem]:
         )
 
 
+def merge_data_axes(mesh: Mesh) -> dict[str, int]:
+    """Return the sizes of the mesh's axes by name, those of both data axes as one."""
+    axes = {name: size for name, size in mesh.axes if name != SHARD_AXIS}
+    return axes | ({DATA_AXIS: mesh.count(*DATA_AXES)} if SHARD_AXIS in mesh.names else {})
+
+
 def find_mesh_conflicts(constraints: Constraints, mesh: Mesh) -> list[Problem]:
     """Return one problem for each fixed decision that contradicts the mesh."""
-    axes = dict(mesh.axes)
+    axes = merge_data_axes(mesh)
     fixed = {axis: {str(axes.get(axis, 1))} for axis in DEGREES}
     if "ep" not in axes:  # experts may be distributed over the data-parallel ranks
         fixed["ep"] |= fixed[DATA_AXIS]

@@ -29,11 +29,13 @@ def make_degree_certificate(
     counts = ", ".join(map(str, problem.microbatches))
     found = sorted({uniform_degrees(problem, i) for i in range(len(problem.options))})
     words = ", ".join(f"{d}x{t}" for d, t in dict.fromkeys((d, t) for d, t, *_ in found))
-    if shared := sorted({c for *_, c in found if c > 1}):
+    if shards := sorted({one.shard_degree for one in found if one.shard_degree}):
+        words += f", state sharded over {', '.join(map(str, shards))} of dp or all"
+    if shared := sorted({one.context for one in found if one.context > 1}):
         words += f", sequences over {', '.join(map(str, shared))} ranks or one"
-    if spread := sorted({e for _, _, e, *_ in found if e > 1}):
+    if spread := sorted({one.expert for one in found if one.expert > 1}):
         words += f", experts over {', '.join(map(str, spread))} data-parallel ranks or none"
-    levels = ", ".join(map(str, sorted({zero for *_, zero, _ in found})))
+    levels = ", ".join(map(str, sorted({one.zero for one in found})))
     schedules = ", ".join(problem.schedules)
     if ASYNC in problem.schedules:
         schedules += f" (weights {problem.weights}, weight prediction not included)"

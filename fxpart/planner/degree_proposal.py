@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fxpart.plan.constraint_table import CONTEXT_AXIS
+from fxpart.plan.constraint_table import CONTEXT_AXIS, DATA_AXIS, SHARD_AXIS
 from fxpart.planner.constraints import constrains_cuts
 from fxpart.planner.device_assignment import StageAssignment, assign_devices, order_of
 from fxpart.planner.families.schedule_selection import chooses_cuts
@@ -69,9 +69,10 @@ def make_proposal(
 
     pace: as in choose_degrees. schedules: those under which exact prices compare its stages.
     """
-    data, tensor, expert, zero, context = uniform_degrees(problem, choice.options[0])
+    data, tensor, expert, zero, _, context, shards = uniform_degrees(problem, choice.options[0])
     assert expert in (1, data), "the search space has trainable plans only"
-    sizes = (("dp", data), ("tp", tensor), (CONTEXT_AXIS, context))
+    over = ((DATA_AXIS, data // shards), (SHARD_AXIS, shards)) if shards else ((DATA_AXIS, data),)
+    sizes = (*over, ("tp", tensor), (CONTEXT_AXIS, context))
     axes = [f"{name}={size}" for name, size in sizes if size > 1]
     seconds = evaluate(problem, choice).seconds
     best = min((seconds, *_reschedule(problem, choice, schedules)))

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
-from fxpart.plan.constraint_table import CONTEXT_AXIS, DATA_AXIS, QUEUE
+from fxpart.plan.constraint_table import CONTEXT_AXIS, DATA_AXES, DATA_AXIS, QUEUE, SHARD_AXIS
 from fxpart.plan.model import Plan, PlanModel
 from fxpart.planner.context_parallelism import PlacedSequences
 from fxpart.planner.degree_proposal import DegreeSearchResult, make_proposal, select_distinct
@@ -37,7 +37,7 @@ from fxpart.schedule.weight_modes import STASH
 from fxpart.solver.joint.choice_translation import ChoiceTranslation
 from fxpart.solver.joint.constraints.apply import apply_constraints, with_options
 from fxpart.solver.joint.constraints.parse import parse_constraints
-from fxpart.solver.joint.objective import degrees
+from fxpart.solver.joint.objective import uniform_degrees
 from fxpart.solver.joint.portfolio import solve, status_of
 from fxpart.solver.joint.problem import (
     JointProblem,
@@ -74,6 +74,8 @@ def build_joint_problem(
         allowed = replace(allowed, zero=levels)  # also levels that another one dominates
     if ranks := _list_fixed(request, CONTEXT_AXIS):
         allowed = replace(allowed, context=ranks)  # also for short sequences
+    if shards := _list_fixed(request, "shard_degree"):
+        allowed = replace(allowed, shard_degree=shards)
     schedules = _schedules(request, priced=space is None)
     return joint_problem(
         graph,
@@ -227,10 +229,14 @@ def _split(
     where the product is small.
     """
     groups: dict[object, list[ParallelOption]] = {}
-    for index, option in enumerate(problem.options):
-        data, tensor, expert, _, _, context = degrees(problem, index)
-        key = (data, tensor, expert, context, levels and option.zero > 0)
-        groups.setdefault(key, []).append(option)
+    for hybrid in (True, False):  # separate meshes of hybrid sharding too, if that is not too many
+        groups = {}
+        for index, option in enumerate(problem.options):
+            key = uniform_degrees(problem, index)._replace(zero=int(levels and option.zero > 0))
+            key = key if hybrid else key._replace(shard_degree=0)
+            groups.setdefault(key, []).append(option)
+        if len(groups) <= _MESHES:
+            break
     if world is None and len(groups) > _MESHES:
         yield problem
         return
@@ -272,7 +278,7 @@ def with_degrees(request: PlanRequest) -> dict[str, int | float | str | bool]:
     if request.open:
         return dict(request.constraints)
     axes = dict(request.mesh.axes)
-    if others := sorted(set(axes) - {"dp", "tp", CONTEXT_AXIS}):
+    if others := sorted(set(axes) - {*DATA_AXES, "tp", CONTEXT_AXIS}):
         raise error(
             "FXP109",
             where=f"mesh {request.mesh}",
@@ -281,7 +287,10 @@ def with_degrees(request: PlanRequest) -> dict[str, int | float | str | bool]:
             fix="use a mesh of dp and tp or cp, or remove the constraint",
         )
     sequences = {CONTEXT_AXIS: axes[CONTEXT_AXIS]} if CONTEXT_AXIS in axes else {}
-    return {**request.constraints, "dp": axes.get("dp", 1), "tp": axes.get("tp", 1), **sequences}
+    data = request.mesh.count(*DATA_AXES)
+    shards = axes.get(SHARD_AXIS, data) if request.zero else data
+    hybrid = {"shard_degree": shards} if shards < data else {}
+    return {**request.constraints, "dp": data, "tp": axes.get("tp", 1), **sequences, **hybrid}
 
 
 def _check_proposable(request: PlanRequest) -> None:

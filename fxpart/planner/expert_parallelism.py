@@ -11,7 +11,7 @@ from torch import fx
 from fxpart.annotations.entry_syntax import AnnotationKey, read_placements
 from fxpart.compiler.mixture_ops import Mixture, list_mixtures
 from fxpart.errors import FxpartError, error
-from fxpart.plan.constraint_table import DATA_AXIS
+from fxpart.plan.constraint_table import DATA_AXIS, SHARD_AXIS
 from fxpart.solver.joint.constraints.parse import parse_constraints
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ def list_expert_choices(
     """Return whether experts may be replicated (False) and distributed (True) on a given mesh.
 
     They are distributed over the data axis of a synchronous plan, if the constraint ep allows it
-    and neither an axis ep nor the user's annotations (``given``) decide it. FXP202 where ep
-    requires to distribute them and they cannot be.
+    and neither an axis ep, hybrid sharding nor the user's annotations (``given``) decide it. FXP202
+    where ep requires to distribute them and they cannot be.
     """
     axes = dict(request.mesh.axes)
-    ranks = 1 if "ep" in axes else axes.get(DATA_AXIS, 1)
+    ranks = 1 if {"ep", SHARD_AXIS} & {*axes} else axes.get(DATA_AXIS, 1)
     mixtures = list_mixtures(graph)
     even = mixtures and gcd(*(one.experts for one in mixtures)) % ranks == 0
     names = [name for one in mixtures for name in one.weights]

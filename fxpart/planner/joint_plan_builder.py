@@ -130,7 +130,7 @@ def _stage(
     ranks: tuple[int, ...],
     parameters: Sequence[int],
 ) -> Stage:
-    data, tensor, expert, _, _, context = degrees(problem, stage.option)
+    data, tensor, expert, _, _, context, _ = degrees(problem, stage.option)
     option = problem.options[stage.option]
     blocks = [b for first, last in stage.pieces for b in range(first, last + 1)]
     return Stage(
@@ -144,6 +144,7 @@ def _stage(
         expert_parallel=expert,
         context_parallel=context,
         zero=option.zero,
+        shard_degree=option.shard_degree,
         recompute=option.recompute,
         device=problem.pools[option.pool].name,
         pieces=stage.pieces if len(stage.pieces) > 1 else (),
@@ -153,8 +154,8 @@ def _stage(
 
 def _mesh(problem: JointProblem, choice: JointChoice) -> dict[str, int]:
     used = {
-        (data, tensor, context)
-        for data, tensor, *_, context in (degrees(problem, option) for option in choice.options)
+        (one.data, one.tensor, one.context)
+        for one in (degrees(problem, option) for option in choice.options)
     }
     whole = {"pipeline": len(choice.options)}
     if len(used) > 1:

@@ -13,6 +13,7 @@ from torch import fx
 
 from fxpart.codegen.generated_program import GeneratedProgram
 from fxpart.errors import FxpartError, error
+from fxpart.plan.constraint_table import DATA_AXES
 from fxpart.plan.model import Plan, PlanModel
 from fxpart.planner.constraints import allowed_recompute
 from fxpart.planner.device_assignment import StageAssignment
@@ -159,9 +160,7 @@ def _make_assumptions(
     """
     stages = assignment.stages or request.stages[1]
     if assignment.microbatches is not None:
-        count = find_even_count(
-            batch // dict(request.mesh.axes).get("dp", 1), assignment.microbatches
-        )
+        count = find_even_count(batch // request.mesh.count(*DATA_AXES), assignment.microbatches)
         # 1F1B's first stage has one microbatch per stage in flight, its last stage has one.
         return ShardingAssumptions(count, stages, min(count, (stages + 1) // 2))
     return ShardingAssumptions(microbatches, stages)

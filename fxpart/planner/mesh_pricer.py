@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from fxpart.codegen.generated_program import GeneratedProgram
 from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
 from fxpart.errors import FxpartError, Problem
+from fxpart.plan.constraint_table import DATA_AXES
 from fxpart.plan.model import Plan
 from fxpart.planner.cluster_views import has_curves, make_ideal_cluster
 from fxpart.planner.device_assignment import StageAssignment
@@ -346,7 +347,7 @@ def _assumed_counts(
     if not request.sharded or not front.captured.symbolic:
         return [None]
     counts = microbatch_counts(front.captured.batch_size, request.stages[1])
-    rows = front.captured.batch_size // dict(request.mesh.axes).get("dp", 1)
+    rows = front.captured.batch_size // request.mesh.count(*DATA_AXES)
     first = find_even_count(rows, assignment.microbatches or 1)
     more = dict.fromkeys(find_even_count(rows, count) for count in counts)
     return [None, *(count for count in more if count > first)]

@@ -10,6 +10,7 @@ import msgspec
 
 from fxpart.compiler.mixture_ops import list_mixtures
 from fxpart.errors import FxpartError, Problem
+from fxpart.plan.constraint_table import DATA_AXES
 from fxpart.plan.contention import compute_pace, find_host_loads
 from fxpart.planner.cluster_views import UniformView, list_uniform_views
 from fxpart.planner.degree_proposal import (
@@ -75,7 +76,7 @@ def propose_meshes(
     too, as the only one. Raises FXP2xx where there is none.
     """
     request = replace(front.request, constraints=with_cut_schedules(with_degrees(front.request)))
-    if not front.request.open and dict(front.request.mesh.axes).get("dp", 1) > 1:
+    if not front.request.open and front.request.mesh.count(*DATA_AXES) > 1:
         request.constraints["zero"] = front.request.zero
     mixtures = [name for one in list_mixtures(front.graph.graph) for name in one.weights]
     if is_annotated_by_expert(front.annotations, mixtures):

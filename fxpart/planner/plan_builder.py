@@ -50,12 +50,14 @@ if TYPE_CHECKING:
 class ShardingSummary:
     """How the ranks of a stage share its work, for the plan.
 
-    degrees: of data, tensor, expert and context parallelism. sums: times of the
+    degrees: of data, tensor, expert and context parallelism. shard_degree: as in a stage of a plan.
+    sums: times of the
     gradient reduction and ZeRO's collectives per step, which the problem counts as optimizer time.
     """
 
     sharding: PlanSharding
     degrees: tuple[int, int, int, int]
+    shard_degree: int = 0
     sums: GradientReductionTimes = field(default_factory=GradientReductionTimes)
 
     @property
@@ -157,6 +159,7 @@ def _stages(
             expert_parallel=expert,
             context_parallel=context,
             zero=_zero(shared),
+            shard_degree=0 if shared is None else shared.shard_degree,
             recompute=cost.recompute,
             device=kinds[ranks[k][0]],
             parameters=parameters_of(spec, k),

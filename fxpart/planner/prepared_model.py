@@ -32,7 +32,7 @@ from fxpart.costs import CostModel
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import error
 from fxpart.passes import PREPARE, all_passes
-from fxpart.plan.constraint_table import DATA_AXIS
+from fxpart.plan.constraint_table import DATA_AXES
 from fxpart.plan.model import ModuleCheck, Plan, PlanModel
 from fxpart.planner.constraints import fixed_microbatches
 from fxpart.planner.execution_mode import Constraints
@@ -228,7 +228,7 @@ def _capture(
         microbatches = fixed[0]
     count = microbatches
     if count is None:
-        shares = dict(request.mesh.axes).get(DATA_AXIS, 1)
+        shares = request.mesh.count(*DATA_AXES)
         most = min(batch, 2 * len(request.cluster.devices) // request.mesh.size)
         divides = [m for m in range(1, most + 1) if batch % m == 0]
         count = max((m for m in divides if batch // m % shares == 0), default=1)

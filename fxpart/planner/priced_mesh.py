@@ -216,7 +216,8 @@ class PricedMesh:
         times = self.reduction_times
         if blocks:
             times = replace(times, by_block=tuple(times.by_block[b] for b in blocks))
-        return ShardingSummary(plan_sharding(self.sharded), self.sharded.degrees(), times)
+        one = self.sharded
+        return ShardingSummary(plan_sharding(one), one.degrees(), one.shard_degree, times)
 
     def context(
         self, problem: PartitionProblem, chain: Callable[[], tuple[Plan, GeneratedProgram]]

@@ -11,7 +11,7 @@ from fxpart.cluster.model import Cluster
 from fxpart.costs import CostModel
 from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.plan.constraint_table import DATA_AXIS, QUEUE
+from fxpart.plan.constraint_table import DATA_AXES, DATA_AXIS, QUEUE, SHARD_AXIS
 from fxpart.plan.model import Plan
 from fxpart.plan.precision import precision_of, transfer_dtype_of
 from fxpart.planner.constraints import (
@@ -21,6 +21,7 @@ from fxpart.planner.constraints import (
 )
 from fxpart.planner.execution_mode import Constraints, mode_of, weights_of
 from fxpart.sharding import Mesh
+from fxpart.sharding.mesh import parse_axes
 from fxpart.solver.joint.constraints.parse import find_constraint_problems as find_decision_problems
 from fxpart.solver.joint.constraints.parse import parse_constraints
 
@@ -32,10 +33,10 @@ class PlanRequest:
     """The checked request.
 
     mesh: of the ranks of every stage. zero: level 0 to 3. zero_axis: the axis over which optimizer
-    state (1), gradients (2) or parameters (3) are sharded. experts: whether the experts of mixtures
-    are distributed over dp. cost_model: for this cluster; a profile
-    is read once, here. stages: smallest and largest number. ranks: of the whole program, None lets
-    the planner choose. open: whether the planner searches for the mesh.
+    state (1), gradients (2) or parameters (3) are sharded; for 1 and 2 also several, "dp,cp".
+    experts: whether the experts of mixtures are distributed over dp. cost_model: for this cluster;
+    a profile is read once, here. stages: smallest and largest number. ranks: of the whole program,
+    None lets the planner choose. open: whether the planner searches for the mesh.
     """
 
     cluster: Cluster
@@ -101,6 +102,8 @@ def make_request(
     free = text in ("", "auto")
     if not free and not problems:
         problems += find_mesh_conflicts(constraints, mesh)
+    if not problems:
+        mesh = _split_data_axis(constraints, mesh, len(cluster.devices) if free else 0, problems)
     zero, axis = (0, "") if free else _zero(constraints, mesh, problems)
     ranks = _ranks(constraints, problems)
     stages = _stages(constraints, mesh, cluster, ranks, problems)
@@ -124,7 +127,7 @@ def make_request(
 def with_mesh(
     request: PlanRequest, mesh: str, zero: int, stages: int | None = None, *, experts: bool = False
 ) -> PlanRequest:
-    """Return the request with this mesh, ZeRO level over its dp axis, and number of stages.
+    """Return the request with this mesh, ZeRO level over its data axis, and number of stages.
 
     experts: distribute the experts of mixtures over the dp axis.
     """
@@ -140,7 +143,7 @@ def with_mesh(
         request,
         mesh=parsed,
         zero=zero,
-        zero_axis=DATA_AXIS if zero else "",
+        zero_axis=_default_zero_axis(parsed) if zero else "",
         experts=experts,
         stages=allowed if stages is None else (stages, stages),
         open=False,
@@ -199,19 +202,78 @@ def _cost_model(
 
 
 def _zero(constraints: Constraints, mesh: Mesh, problems: list[Problem]) -> tuple[int, str]:
-    """Return ZeRO level and axis; the axis defaults to dp, or to the only axis of the mesh."""
+    """Return ZeRO level and axis, by default the minor data axis or the only axis of the mesh."""
     level, axis = constraints.get("zero", 0), constraints.get("zero_axis", "")
     if not isinstance(level, int) or not isinstance(axis, str) or (not level and not axis):
         return 0, ""
     names = mesh.names
-    if not axis:
-        axis = DATA_AXIS if DATA_AXIS in names else names[0] if len(names) == 1 else ""
-    if axis not in names and names:
+    axes = parse_axes(axis or _default_zero_axis(mesh))
+    why, fix = "", 'set "zero_axis" to one of them'
+    if names and (not axes or {*axes} - {*names} or len(axes) > len({*axes})):
         why = f"the mesh has the axes {', '.join(names)}"
+    elif level == 3 and len(axes) > 1:
+        why, fix = "ZeRO 3 shards parameters over one axis", "use one axis, or zero=2"
+    if why:
         where = f"zero_axis={axis!r}" if axis else f"zero={level}"
-        fix = 'set "zero_axis" to one of them'
         problems.append(Problem("FXP109", where, why, fix))
-    return (level, axis) if level else (0, "")
+    return (level, ",".join(name for name in names if name in axes)) if level else (0, "")
+
+
+def _default_zero_axis(mesh: Mesh) -> str:
+    """Return the axis that ZeRO shards by default; "" where it must be specified."""
+    found = [axis for axis in reversed(DATA_AXES) if axis in mesh.names]
+    found += mesh.names if len(mesh.names) == 1 else ()
+    return found[0] if found else ""
+
+
+def _split_data_axis(
+    constraints: Constraints, mesh: Mesh, devices: int, problems: list[Problem]
+) -> Mesh:
+    """Return the mesh with its data axis divided as the constraint ``shard_degree`` requests.
+
+    devices: of the cluster where the mesh is open, which then is only checked; else 0.
+    """
+    numbers = [
+        requested.numbers
+        for requested in parse_constraints(constraints)
+        if (requested.kind, requested.key) == ("fix", "shard_degree")
+    ]
+    data = mesh.count(*DATA_AXES)
+    if (
+        not numbers
+        or set(numbers[0]) == {0}
+        or (SHARD_AXIS in mesh.names and set(numbers[0]) == {mesh.count(SHARD_AXIS)})
+    ):
+        return mesh
+    (allowed,) = numbers
+    degree, why = allowed[0], ""
+    if devices:
+        if 0 not in allowed and 2 * min(allowed) > devices:
+            groups = f"at least two groups of {min(allowed)} devices"
+            why = f"hybrid sharding needs {groups}, but the cluster has {devices} devices"
+        data = devices
+    elif len(allowed) > 1:
+        why = f"the mesh {mesh} fixes all degrees, but several shard degrees are requested"
+    elif SHARD_AXIS in mesh.names:
+        why = f"the axis {SHARD_AXIS} of the mesh {mesh} has another size"
+    elif not 1 < degree < data or data % degree:
+        why = f"{degree} is no divisor between 1 and the {data} data-parallel ranks of {mesh}"
+    elif not constraints.get("zero"):
+        why = "without ZeRO nothing is sharded"
+    elif constraints.get("zero_axis", DATA_AXIS) != DATA_AXIS:
+        why = f"ZeRO shards over another axis, {constraints['zero_axis']}"
+    if why:
+        divisors = ", ".join(str(n) for n in range(2, data) if data % n == 0)
+        fix = f"use {divisors}, with zero=1, 2 or 3" if divisors else "remove shard_degree"
+        where = f"constraint shard_degree={constraints['shard_degree']!r}"
+        problems.append(Problem("FXP109", where, why, fix))
+    if why or devices:
+        return mesh
+    axes: list[tuple[str, int]] = []
+    for name, size in mesh.axes:
+        split = ((DATA_AXIS, size // degree), (SHARD_AXIS, degree))
+        axes += split if name == DATA_AXIS else [(name, size)]
+    return Mesh(tuple(axes))
 
 
 def _ranks(constraints: Constraints, problems: list[Problem]) -> int | None:

@@ -25,7 +25,7 @@ from fxpart.compiler.tensor_sizes import tensors
 from fxpart.errors import FxpartError, Problem
 from fxpart.passes import all_passes
 from fxpart.passes.rules import layout, operands, rule_of
-from fxpart.plan.constraint_table import DATA_AXIS
+from fxpart.plan.constraint_table import DATA_AXES, DATA_AXIS
 from fxpart.plan.model import Certificate
 from fxpart.planner.constraints import allowed_recompute
 from fxpart.planner.context_parallelism import shard_sequences
@@ -33,6 +33,7 @@ from fxpart.planner.embedding_tables import shard_large_tables
 from fxpart.planner.expert_parallelism import shard_experts
 from fxpart.pricing.placements import StrategyAssignment, choose_placements
 from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placements
+from fxpart.sharding.mesh import parse_axes
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
@@ -232,7 +233,7 @@ def _select_placements(
     undecided: int,
 ) -> SelectedPlacements:
     """Return the solver's placements, and their certificate for the plan."""
-    zero = (request.zero, request.mesh.index(request.zero_axis)) if request.zero else (0, 0)
+    axes = tuple(map(request.mesh.index, parse_axes(request.zero_axis)))
     found, proof = choose_placements(
         graph,
         captured,
@@ -244,7 +245,7 @@ def _select_placements(
         stages=expected.stages,
         time_limit=float(request.constraints.get("time_limit", 30.0)),
         recompute="full" in allowed_recompute(request.constraints),
-        zero=zero,
+        zero=(request.zero, axes),
     )
     status = proof.status
     assert status in ("optimal", "within gap", "best found"), status
@@ -266,15 +267,13 @@ def _names(graph: fx.GraphModule, captured: CapturedModel) -> dict[str, str]:
 
 
 def _batch_cut(captured: CapturedModel, mesh: Mesh, given: Mapping[str, str]) -> dict[str, str]:
-    """Shard the batch dim of every input over the data axis unless an annotation places it."""
-    if DATA_AXIS not in mesh.names:
-        return {}
+    """Shard the batch dim of every input over the data axes unless an annotation places it."""
     found = {}
     for item in captured.inputs:
         key = f"input:{item.name}"
-        if item.batch_dim is None or _is_placed(given, key, DATA_AXIS):
-            continue
-        found[key] = f"{DATA_AXIS}:S({item.batch_dim})"
+        axes = [a for a in DATA_AXES if a in mesh.names and not _is_placed(given, key, a)]
+        if item.batch_dim is not None and axes:
+            found[key] = ",".join(f"{axis}:S({item.batch_dim})" for axis in axes)
     return found
 
 

@@ -16,7 +16,7 @@ from fxpart.schedule.spec import list_closed_forms
 from fxpart.solver.joint.choice_translation import ChoiceTranslation
 from fxpart.solver.joint.constraints.apply import apply_constraints
 from fxpart.solver.joint.constraints.parse import PlanConstraint
-from fxpart.solver.joint.objective import JointEvaluation, degrees, evaluate
+from fxpart.solver.joint.objective import Degrees, JointEvaluation, degrees, evaluate
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
@@ -178,11 +178,11 @@ def _pool(problem: JointProblem, option: int) -> str:
     return problem.pools[problem.options[option].pool].name
 
 
-def _decided(plan: Plan, index: int) -> tuple[int, int, int, int, str, int]:
+def _decided(plan: Plan, index: int) -> Degrees:
     stage = plan.stages[index]
-    return (
+    return Degrees(
         stage.data_parallel, stage.tensor_parallel, stage.expert_parallel, stage.zero,
-        stage.recompute, stage.context_parallel,
+        stage.recompute, stage.context_parallel, stage.shard_degree,
     )  # fmt: skip
 
 
@@ -273,11 +273,12 @@ def _stages(first: int, last: int) -> str:
 
 
 def _option(problem: JointProblem, index: int) -> str:
-    data, tensor, expert, zero, recompute, context = degrees(problem, index)
+    data, tensor, expert, zero, recompute, context, shards = degrees(problem, index)
     words = [f"dp {data}", f"tp {tensor}"]
     words += [f"cp {context}"] if context > 1 else []
     words += [f"ep {expert}"] if expert > 1 else []
     words += [f"ZeRO-{zero}"] if zero else []
+    words += [f"shard degree {shards}"] if shards else []
     words += [f"{recompute} recompute"] if recompute != "none" else []
     return " x ".join(words[:2]) + "".join(f", {w}" for w in words[2:])
 

@@ -118,7 +118,9 @@ class Rings:
             ]
             counts = Counter(resource for ring in used for _, resource in ring if resource)
             for ring in used:
-                yield tuple(_divided(link, counts.get(resource, 1)) for link, resource in ring)
+                yield tuple(
+                    divide_bandwidth(link, counts.get(resource, 1)) for link, resource in ring
+                )
 
     def _use(self, source: Device, target: Device) -> tuple[Link, tuple[str, ...]]:
         """Return the link between two devices, and what it shares with others."""
@@ -174,7 +176,7 @@ def shared_resource(link: Link, source: Device) -> tuple[str, ...]:
     return ("card", source.host) if link.shared and link.kind == "net" else ()
 
 
-def _divided(link: Link, count: int) -> Link:
+def divide_bandwidth(link: Link, count: int) -> Link:
     """Return the link with its part of a bandwidth that ``count`` transfers share."""
     if count == 1:
         return link
@@ -195,7 +197,7 @@ def _worst(links: LinkIndex, sources: Sequence[Device], targets: Sequence[Device
     for link, source, _, _ in pairs:
         resource = shared_resource(link, source)
         uses = -(-counts[resource] // len(targets)) if resource else 1
-        found.append(_divided(link, uses))
+        found.append(divide_bandwidth(link, uses))
     slowest = max(found, key=lambda link: _slowness((link,)))
     return msgspec.structs.replace(
         slowest,

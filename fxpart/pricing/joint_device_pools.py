@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fxpart.cluster.link_index import LinkIndex
 from fxpart.cluster.model import Cluster
+from fxpart.pricing.device_groups import divide_bandwidth, shared_resource
 from fxpart.pricing.device_limits import get_usable_bytes, group_by_kind, transfer_line
 from fxpart.pricing.joint_space import host_size
 from fxpart.pricing.stage_parallelism import packing
@@ -46,22 +47,27 @@ class ReplicaCollectiveTimes:
     model: CostModel
     copying: float = 0.0
     _known: dict[tuple[str, str, tuple[Link, ...]], LinearCost] = field(default_factory=dict)
-    _rings: dict[tuple[int, int, int], tuple[Link, ...]] = field(default_factory=dict)
+    _rings: dict[tuple[int, int, int, int], tuple[Link, ...]] = field(default_factory=dict)
 
-    def ring(self, pool: DevicePool, count: int, stride: int) -> tuple[Link, ...]:
+    def ring(
+        self, pool: DevicePool, count: int, stride: int, parallel: int = 1
+    ) -> tuple[Link, ...]:
         """Return the ring of ``count`` ranks with ``stride`` devices between them.
 
         It has as many links as ranks. Ranks fill one host after another; on several hosts, as many
-        links as hosts are between hosts.
+        links as hosts are between hosts. parallel: rings that leave each host at once, which divide
+        the bandwidth of a shared link between hosts.
         """
         near, far = pool.near or pool.far, pool.far or pool.near
         if count == 1 or near is None or far is None:
             return ()
-        key = (id(pool), count, stride)
+        key = (id(pool), count, stride, parallel)
         if key not in self._rings:
             each = max(1, pool.pool.host // stride)
             hosts = -(-count // each)
             crossing = hosts if hosts > 1 else 0
+            if shared_resource(far, pool.sample):
+                far = divide_bandwidth(far, parallel)
             self._rings[key] = (far,) * crossing + (near,) * (count - crossing)
         return self._rings[key]
 

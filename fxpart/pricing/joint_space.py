@@ -26,10 +26,12 @@ class SearchSpace:
 
     tensor: ranks that share each block. context: ranks that share sequences. data: replicas of a
     stage. expert: replicas over which the experts of a mixture are distributed; with
-    ``all_replicas``, over all or none. zero: levels 0 to 3; recompute: modes. uniform: every stage
-    has equal degrees. max_stages: None for as many as there are devices and blocks. microbatches:
-    counts. most_options: options of a stage, of all pools together; where there are more, the data
-    degrees farthest from powers of two are removed first.
+    ``all_replicas``, over all or none. zero: levels 0 to 3. shard_degree: replicas that share the
+    shards of ZeRO under hybrid sharding, tried beside the most on one host. recompute: modes.
+    uniform: every stage has equal degrees. max_stages: None for as many as there are devices and
+    blocks. microbatches: counts. most_options: options of a stage, of all pools together; where
+    there are more, hybrid sharding and then the data degrees farthest from powers of two are
+    removed first.
     """
 
     tensor: tuple[int, ...] | None = None
@@ -37,6 +39,7 @@ class SearchSpace:
     data: tuple[int, ...] | None = None
     expert: tuple[int, ...] | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
+    shard_degree: tuple[int, ...] = ()
     recompute: tuple[Recompute, ...] = RECOMPUTE_MODES
     uniform: bool = False
     all_replicas: bool = False

@@ -34,7 +34,7 @@ class _PlacementNodeCosts:
 
 @dataclass
 class PlacementProblemBuilder:
-    """Builds one problem. state: costs by the name of the state. zero: ZeRO level, and its axis."""
+    """Builds one problem. state: costs by the name of the state. zero: ZeRO level, and its axes."""
 
     mesh: Mesh
     flow: GraphDataflow
@@ -46,7 +46,7 @@ class PlacementProblemBuilder:
     microbatches: int
     bandwidth: float
     launch: float
-    zero: tuple[int, int] = (0, 0)
+    zero: tuple[int, tuple[int, ...]] = (0, ())
     only: Mapping[str, Strategy] = field(default_factory=dict)
     nodes: list[_PlacementNodeCosts] = field(default_factory=list)
     ops: dict[fx.Node, SolverNode] = field(default_factory=dict)
@@ -189,11 +189,10 @@ class PlacementProblemBuilder:
         self.givers[value] = (placed, 0)
 
     def _resident(self, state: StateCosts, place: Placements) -> float:
-        """Return bytes per byte of state: ZeRO shards what its axis does not shard already."""
-        level, axis = self.zero
-        if not level or not state.gradient or place[axis] != REPLICATE:
-            return state.resident()
-        return state.resident(level, self.mesh.shape[axis])
+        """Return bytes per byte of state: ZeRO shards what its axes do not shard already."""
+        level, axes = self.zero
+        parts = prod(self.mesh.shape[axis] for axis in axes if place[axis] == REPLICATE)
+        return state.resident(level, parts) if state.gradient else state.resident()
 
     # -- edges ---------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ def choose_placements(
     solver: str = "auto",
     only: Mapping[str, Strategy] | None = None,
     recompute: bool = False,
-    zero: tuple[int, int] = (0, 0),
+    zero: tuple[int, tuple[int, ...]] = (0, ()),
 ) -> tuple[StrategyAssignment, PlacementCertificate]:
     """Select a placement along every undecided axis of a graph.
 
@@ -115,7 +115,7 @@ def choose_placements(
     graph: the budget is multiplied by it. budget: bytes of a device, by default the smallest memory
     in the cluster, less a reserve. only: strategies of single ops, by node name. recompute:
     where nothing fits otherwise, stages recompute what only one block uses; the graph then has
-    blocks. zero: the ZeRO level, which shards state over an axis of the mesh, and that axis. Raises
+    blocks. zero: the ZeRO level, which shards state over axes of the mesh, and these. Raises
     FXP204 where nothing fits the budget, FXP205 where nothing was found in time, FXP403.
     """
     started = time.process_time()
@@ -171,7 +171,7 @@ def build(
     inside: float | None = None,
     budget: float | None = None,
     only: Mapping[str, Strategy] | None = None,
-    zero: tuple[int, int] = (0, 0),
+    zero: tuple[int, tuple[int, ...]] = (0, ()),
 ) -> PlacementMapping:
     """Return the placement problem of a graph, as :func:`choose_placements` solves it.
 

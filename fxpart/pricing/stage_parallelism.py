@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fxpart.compiler.node_annotation import PARTIAL_KEY
+from fxpart.program.spec import select_zero_axes
 from fxpart.sharding import Mesh, count_dim_ranks
 from fxpart.solver.problem import Weight
 
@@ -37,7 +38,8 @@ class StageParallelism:
     rows: number of parts of each microbatch; multiple: the divisor of its rows (some inputs may
     have more parts). parts: by symbol the number of parts of the dim that it is read from. partial:
     per parameter the axes over which its gradient is reduced at the end of a step. zero: 1 shards
-    optimizer state over ``zero_axis``, 2 gradients too.
+    optimizer state over ``zero_axis``, 2 gradients too. sharded: per parameter the axes that
+    shard it already.
     """
 
     mesh: Mesh
@@ -47,13 +49,12 @@ class StageParallelism:
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     zero: int = 0
     zero_axis: str = ""
-    cut: frozenset[str] = frozenset()  # state that is already sharded over zero_axis
+    sharded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: ShardedGraph) -> StageParallelism:
         """Return the parallelism of a graph whose placements over a mesh are decided."""
         placements = graph.inputs()
-        cut = {name for name, placed in graph.state().items() if graph.is_over_zero(placed)}
         return cls(
             graph.mesh,
             rows=graph.count_batch_parts(),
@@ -66,7 +67,7 @@ class StageParallelism:
             partial=graph.local(0).meta[PARTIAL_KEY],
             zero=graph.zero,
             zero_axis=graph.zero_axis,
-            cut=frozenset(cut),
+            sharded={name: graph.list_axes(placed) for name, placed in graph.state().items()},
         )
 
     def divided(self, weight: Weight) -> Weight:
@@ -76,9 +77,10 @@ class StageParallelism:
         step's reduction, which is counted here as sharded. For an embedding table every rank
         receives the rows of all.
         """
-        if self.zero not in (1, 2) or weight.name in self.cut or not weight.gradient:
+        axes = self._select_zero_axes(weight)
+        if not axes or not weight.gradient:
             return weight
-        parts = self.mesh.shape[self.mesh.index(self.zero_axis)]
+        parts = self.mesh.count(*axes)
         whole = self.zero == 1 or weight.sparse
         return msgspec.structs.replace(
             weight,
@@ -86,6 +88,13 @@ class StageParallelism:
             optimizer=-(-weight.optimizer // parts),
             gradient=weight.gradient if whole else -(-weight.gradient // parts),
         )
+
+    def _select_zero_axes(self, weight: Weight) -> tuple[str, ...]:
+        """Return the axes over which ZeRO 1 and 2 shard a parameter; none at other levels."""
+        if self.zero not in (1, 2):
+            return ()
+        sharded, partial = (of.get(weight.name, ()) for of in (self.sharded, self.partial))
+        return select_zero_axes(self.zero_axis, sharded, partial)
 
     def compute_reduction_times(
         self,
@@ -112,15 +121,16 @@ class StageParallelism:
                 for axis in axes:
                     bytes_of[block, "shard(0)", "replicate", (axis,)] += weight.rows
                 axes = ()
-            if self.zero in (1, 2) and weight.name not in self.cut:
-                zero = (self.zero_axis,)
+            gradient = weight.gradient
+            if zero := self._select_zero_axes(weight):
                 bytes_of[block, "shard(0)", "replicate", zero] += weight.weight
                 settled[block] += weight.rows
-                if self.zero_axis in axes:
-                    bytes_of[block, "partial", "shard(0)", zero] += weight.gradient
-                axes = tuple(axis for axis in axes if axis != self.zero_axis)
+                if {*zero} <= {*axes}:
+                    bytes_of[block, "partial", "shard(0)", zero] += gradient
+                axes = tuple(axis for axis in axes if axis not in zero)
+                gradient = -(-gradient // self.mesh.count(*zero))  # of this rank's shard
             for axis in axes:
-                bytes_of[block, "partial", "replicate", (axis,)] += weight.gradient
+                bytes_of[block, "partial", "replicate", (axis,)] += gradient
         seconds = [settled[block] * _SETTLED * copying for block in range(blocks)]
         first: dict[tuple[str, str, tuple[str, ...]], float] = {}
         for (block, source, target, axes), size in bytes_of.items():

@@ -272,9 +272,11 @@ def describe_plan(plan: Plan) -> str:
     first = plan.stages[0]
     axes = (
         ("dp", first.data_parallel), ("tp", first.tensor_parallel),
-        ("cp", first.context_parallel), ("zero", first.zero),
+        ("cp", first.context_parallel), ("zero", first.zero), ("shard_degree", first.shard_degree),
     )  # fmt: skip
-    mesh = [f"{name}={size}" for name, size in axes if size > (name != "zero")]
+    mesh = [
+        f"{name}={size}" for name, size in axes if size > (name not in ("zero", "shard_degree"))
+    ]
     count = len(plan.firsts)
     stages = f"{count} stage{'s' if count > 1 else ''}"
     if plan.replicas:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
 
 from fxpart.errors import error
+from fxpart.sharding.mesh import parse_axes
 
 Dim = int | str  # a number, or an expression in the program's symbols such as "s0*s1"
 
@@ -110,7 +111,8 @@ class ShardingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     with this field is that of one mesh rank, with local shapes and state. inputs: the user's whole
     tensors. placements: placements of each input's microbatches, by name. state: parameters and
     buffers of all stages, by original name. zero: 0, 1 (optimizer state sharded over the axis
-    ``zero_axis``) or 2 (gradients, too); ZeRO-3 is a placement of the weights.
+    ``zero_axis``, or over several axes, "dp,cp") or 2 (gradients, too); ZeRO-3 is a placement of
+    the weights.
     """
 
     mesh: str
@@ -119,6 +121,18 @@ class ShardingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     state: dict[str, StateSharding]
     zero: int = 0
     zero_axis: str = ""
+
+
+def select_zero_axes(
+    zero_axis: str, sharded: Collection[str], partial: Collection[str]
+) -> tuple[str, ...]:
+    """Return the axes of ``zero_axis`` over which ZeRO 1 and 2 shard one parameter.
+
+    Without those that shard the parameter already. Where its gradient must be summed over some of
+    the others, these only, so that one reduce-scatter sums it.
+    """
+    free = tuple(axis for axis in parse_axes(zero_axis) if axis not in sharded)
+    return tuple(axis for axis in free if axis in partial) or free
 
 
 class TotalStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

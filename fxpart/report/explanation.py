@@ -112,6 +112,7 @@ class StageFigures(_ExplanationStruct, frozen=True, kw_only=True):
     expert_parallel: int
     context_parallel: int
     zero: int
+    shard_degree: int
     recompute: str
     parameters: int
     forward_seconds: float

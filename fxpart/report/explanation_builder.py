@@ -177,7 +177,7 @@ def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
         "process", "allocator", "resident",
     )  # fmt: skip
     decisions = ("data_parallel", "tensor_parallel", "expert_parallel", "context_parallel", "zero",
-                 "recompute", "label", "parameters")  # fmt: skip
+                 "shard_degree", "recompute", "label", "parameters")  # fmt: skip
     return StageFigures(
         stage=entry.stage,
         blocks=blocks(plan, entry.stage),

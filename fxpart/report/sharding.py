@@ -28,7 +28,9 @@ def headline(plan: Plan) -> str:
         parts.append(f"{stage.context_parallel} context-parallel")
     if given.zero:
         what = ("optimizer state", "optimizer state and gradients", "parameters")[given.zero - 1]
-        parts.append(f"ZeRO {given.zero} over {given.zero_axis} ({what})")
+        copies = stage.data_parallel // stage.shard_degree if stage.shard_degree else 1
+        more = f", {copies} replicas" if copies > 1 else ""
+        parts.append(f"ZeRO {given.zero} over {given.zero_axis} ({what}{more})")
     return ", ".join(parts)
 
 

@@ -59,6 +59,10 @@ class Mesh:
         """The number of mesh ranks."""
         return math.prod(self.shape)
 
+    def count(self, *axes: str) -> int:
+        """Return the number of ranks along these axes together; an axis that is missing has one."""
+        return math.prod(size for name, size in self.axes if name in axes)
+
     def index(self, axis: str) -> int:
         """Return the position of an axis; raise FXP109 for an unknown one."""
         if axis not in self.names:
@@ -93,3 +97,8 @@ class Mesh:
         return tuple(
             self.mesh_rank((*here[:at], place, *here[at + 1 :])) for place in range(self.shape[at])
         )
+
+
+def parse_axes(text: str) -> tuple[str, ...]:
+    """Return the axis names in a text such as "dp,cp"; none for an empty text."""
+    return tuple(filter(None, (part.strip() for part in text.split(","))))

@@ -70,6 +70,17 @@ def test_defaults_of_torchtitan_use_all_devices(tmp_path: Path) -> None:
     assert found["recompute"] == "selective" and found["lost"] == ()
 
 
+def test_hybrid_sharding(tmp_path: Path) -> None:
+    """Of torchtitan it is priced where both degrees are given; of Megatron-LM it is listed."""
+    text = "[training]\n[parallelism]\ndata_parallel_replicate_degree = 2\n"
+    found = read(text + "data_parallel_shard_degree = 4\n", tmp_path)
+    assert (found["dp"], found["zero"], found["shard_degree"], found["lost"]) == (8, 3, 4, ())
+    instances = MEGATRON.replace("--bf16", "--num-distributed-optimizer-instances 2")
+    for one in (text, instances):
+        found = read(one, tmp_path)
+        assert "shard_degree" not in found and "Hybrid sharding" in str(found["lost"])
+
+
 def test_script_of_megatron(tmp_path: Path) -> None:
     found = read(MEGATRON, tmp_path)
     assert found == {

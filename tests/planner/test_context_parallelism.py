@@ -41,6 +41,8 @@ WAYS: dict[str, dict[str, int | str]] = {
     "data 2 x context 2, zero 2": {"mesh": "dp=2,cp=2", "stages": 1, "zero": 2},
     "data 2 x context 2, zero 3": {"mesh": "dp=2,cp=2", "stages": 1, "zero": 3},
     "zero 3 x context 4": {"mesh": "cp=4", "stages": 1, "zero": 3},
+    "zero 1 over both": {"mesh": "dp=2,cp=2", "stages": 1, "zero": 1, "zero_axis": "dp,cp"},
+    "zero 2 over both": {"mesh": "cp=2,dp=2", "stages": 1, "zero": 2, "zero_axis": "dp,cp"},
 }
 
 
@@ -82,7 +84,9 @@ def test_stripes(model: str, mesh: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert not why, why
 
 
-@pytest.mark.parametrize("way", ["data 2 x context 2", "pipeline 2 x context 2"])
+@pytest.mark.parametrize(
+    "way", ["data 2 x context 2", "pipeline 2 x context 2", "zero 2 over both"]
+)
 def test_over_gloo(way: str, pool: Pool, tmp_path: Path) -> None:
     """The exported program on four processes."""
     program, given = sharded("llama", way), base("llama")
@@ -93,6 +97,42 @@ def test_over_gloo(way: str, pool: Pool, tmp_path: Path) -> None:
     found = compare(program, choose(torch.optim.AdamW).make, given.batch, as_seen(first))
     why = wrong("llama", found)
     assert not why, why
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_zero_over_both_axes(zero: int, tmp_path: Path) -> None:
+    """A rank stores a quarter of the optimizer's state, and one reduce-scatter sums gradients.
+
+    Checkpoints load into a layout with ZeRO over the data-parallel axis only, and back.
+    """
+    ways = ["data 2 x context 2", "zero 1 over both"]
+    one, both = (sharded("llama", way, zero=zero) for way in ways)
+    memory = [program.plan.prediction.ranks[0].memory for program in (one, both)]
+    assert memory[1].optimizer == pytest.approx(memory[0].optimizer / 2, rel=1e-3)
+    assert both.plan.problems() == () and "ZeRO" in headline(both.plan)
+    trainer, batch = both.trainer(torch.optim.AdamW), base("llama").batch
+    trainer.step(batch)
+    assert trainer._meshes is not None
+    counts = trainer._meshes.of(0, 0).counts
+    counts.clear()
+    trainer.step(batch)
+    parameters, repeats = 4 * both.plan.model.parameters, 1 if zero == 1 else both.plan.microbatches
+    assert counts.bytes["all_gather", "dp,cp"] == parameters
+    assert counts.bytes["reduce_scatter", "dp,cp"] == repeats * parameters
+    reduced = sum(int(n) for (kind, _), n in counts.bytes.items() if kind == "all_reduce")
+    assert reduced < 0.01 * parameters
+    other = one.trainer(torch.optim.AdamW)
+    for new, old in ((other, trainer), (trainer, other)):
+        saved = old.save_checkpoint(tmp_path / type(old).__name__ / str(old.updates))
+        state = {name: tensor.clone() for name, tensor in old.state_dict().items()}
+        moments = old.optimizer_state_dict()["state"]
+        new.load_checkpoint(saved)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in new.state_dict().items())
+        for name, known in new.optimizer_state_dict()["state"].items():
+            assert torch.equal(known["exp_avg_sq"], moments[name]["exp_avg_sq"]), name
+        new.step(batch)
+    trainer.close()
+    other.close()
 
 
 def test_collectives_are_those_of_gathered_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_state_under_zero_needs_a_part_of_the_memory() -> None:
     whole = propagated(graph, "dp=4,tp=2", {})
     size = sum(captured.state[name].nbytes for name in captured.parameters)
     needed = [
-        choose_placements(whole, captured, CLUSTER, budget=1e12, zero=(level, 0))[1]
+        choose_placements(whole, captured, CLUSTER, budget=1e12, zero=(level, (0,)))[1]
         for level in range(4)
     ]
     assert len({certificate.seconds for certificate in needed}) == 1
@@ -159,7 +159,7 @@ def test_state_under_zero_needs_a_part_of_the_memory() -> None:
     wanted = [0.0, 2 * size * 3 / 4, 3 * size * 3 / 4, 4 * size * 3 / 4]
     assert saved == pytest.approx(wanted, rel=1e-3)  # step counters are not in these
     budget = 1.01 * needed[3].memory
-    assert choose_placements(whole, captured, CLUSTER, budget=budget, zero=(3, 0))[1].free
+    assert choose_placements(whole, captured, CLUSTER, budget=budget, zero=(3, (0,)))[1].free
     assert not choose_placements(whole, captured, CLUSTER, budget=budget)[1].free
 
 

@@ -13,6 +13,7 @@ from fxpart.errors import FxpartError
 from fxpart.planner.request import make_request
 from fxpart.pricing.device_groups import Rings, group_devices
 from fxpart.pricing.stage_parallelism import StageParallelism
+from fxpart.program.spec import select_zero_axes
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import Weight
 
@@ -99,6 +100,68 @@ def test_sums_are_priced_once_a_step_and_by_what_zero_moves() -> None:
     assert zero.by_block[1] == pytest.approx(b)
     nothing = StageParallelism(Mesh.parse("dp=2")).compute_reduction_times(WEIGHTS, 3, model, rings)
     assert nothing.by_block == (0.0, 0.0, 0.0) and not nothing.once
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_hybrid_sharding_reduces_shards_between_groups(zero: int) -> None:
+    """A reduce-scatter and an all-gather in the group, and an all-reduce of half between groups."""
+    model, mesh = find("auto"), Mesh.parse("dp=2,dp_shard=2")
+    rings = Rings(cluster(), mesh)
+    sharing = StageParallelism(
+        mesh, partial={"b": ("dp", "dp_shard")}, zero=zero, zero_axis="dp_shard"
+    )
+    found = sharing.compute_reduction_times(WEIGHTS, 3, model, rings)
+    wanted = [
+        size / (25 << 20) * model.reshard(*change, 25 << 20, rings(axis)).seconds
+        for change, size, axis in (
+            (("partial", "shard(0)"), 500, "dp_shard"),
+            (("shard(0)", "replicate"), 500, "dp_shard"),
+            (("partial", "replicate"), 250, "dp"),
+        )
+    ]
+    assert found.by_block[1] == pytest.approx(sum(wanted))
+    assert sharing.divided(WEIGHTS[1]).optimizer == 501
+
+
+def test_zero_over_several_axes_reduces_once() -> None:
+    """Over those axes that the gradient is summed over, and that do not shard the parameter."""
+    model, mesh = find("auto"), Mesh.parse("dp=2,cp=2,tp=2")
+    rings = Rings(cluster(), mesh)
+    partial = {"a": ("dp", "cp", "tp"), "b": ("dp", "cp")}
+    sharing = StageParallelism(
+        mesh, partial=partial, zero=2, zero_axis="dp,cp", sharded={"b": ("cp",)}
+    )
+    found = sharing.compute_reduction_times(WEIGHTS, 3, model, rings)
+
+    def share(source: str, target: str, size: float, *axes: str) -> float:
+        return size / (25 << 20) * model.reshard(source, target, 25 << 20, rings(*axes)).seconds
+
+    for block, size, both, others in ((0, 1000, ("dp", "cp"), ("tp",)), (1, 500, ("dp",), ("cp",))):
+        parts = mesh.count(*both)
+        wanted = share("partial", "shard(0)", size, *both)
+        wanted += share("shard(0)", "replicate", size, *both)
+        wanted += sum(share("partial", "replicate", size / parts, axis) for axis in others)
+        assert found.by_block[block] == pytest.approx(wanted)
+    held = [sharing.divided(weight) for weight in WEIGHTS]
+    assert [(one.gradient, one.optimizer) for one in held] == [(250, 500), (250, 501), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("sharded", "partial", "axes"),
+    [
+        ((), ("dp", "cp"), ("dp", "cp")),
+        ((), ("cp",), ("cp",)),
+        ((), (), ("dp", "cp")),
+        (("cp",), ("dp",), ("dp",)),
+        (("cp",), (), ("dp",)),
+        (("dp", "cp"), (), ()),
+    ],
+)
+def test_axes_of_one_parameter(
+    sharded: tuple[str, ...], partial: tuple[str, ...], axes: tuple[str, ...]
+) -> None:
+    """Either the gradient is summed over all of them, or it is equal on all of them."""
+    assert select_zero_axes("dp,cp", sharded, partial) == axes
 
 
 def test_rows_of_tables_are_gathered_whatever_zero_does() -> None:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from ranks import Pool
 from sparse_models import OPTIMIZERS, ROWS, Clicks, alone, batch, model, program, trained
+from torch import nn
 
+import fxpart
 from fxpart.errors import FxpartError
 from fxpart.runtime.embedding_tables.sparse_gradient_parts import (
     SparseGradientParts,
@@ -178,3 +180,37 @@ def test_parts_are_added_as_autograd_adds_them() -> None:
     assert table.grad is not None and found._nnz() == table.grad._nnz()
     assert torch.equal(found._indices(), table.grad._indices())
     assert torch.equal(found._values(), table.grad._values())
+
+
+class Lookup(nn.Module):
+    """A table of one column, of which a mesh rank's shard may receive a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 1, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids).square().mean()
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+def test_a_shard_with_one_row_is_updated_within_its_bounds(zero: int, optimizer: Any) -> None:
+    """torch adds a gradient of one element to a view at twice its storage offset."""
+    torch.manual_seed(0)
+    model = Lookup()
+    whole, ids = Lookup(), torch.tensor([5, 5, 5, 5])
+    whole.load_state_dict(model.state_dict())
+    program = fxpart.compile(
+        model, "local:2", example_kwargs={"ids": ids}, microbatches=1, check="off",
+        optimizer=partial(optimizer, lr=0.1),
+        constraints={"mesh": "dp=2", "stages": 1, "zero": zero},
+    )  # fmt: skip
+    trainer, plain = program.trainer(), optimizer(whole.parameters(), lr=0.1)
+    for _ in range(3):
+        trainer.step({"ids": ids})
+        plain.zero_grad()
+        whole(ids).backward()
+        plain.step()
+    torch.testing.assert_close(trainer.state_dict()["table.weight"], whole.table.weight.detach())
+    trainer.close()

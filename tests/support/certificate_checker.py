@@ -83,7 +83,8 @@ def stage(
     blocks = [block for piece in pieces for block in piece]
     kinds = [problem["kinds"][block] for block in blocks]
     own = [t for t, tie in enumerate(problem["ties"]) if set(tie["blocks"]) & set(blocks)]
-    groups = [(layout["dense"], option["data"], "reduce", "gather", own)]
+    shards = option.get("shard_degree", 0)
+    groups = [(layout["dense"], shards or option["data"], "reduce", "gather", own)]
     if layout["experts"]:
         shared = option["data"] // layout["expert"]
         groups.append((layout["experts"], shared, "reduce_experts", "gather_experts", []))
@@ -152,7 +153,10 @@ def is_allowed(problem: Json, choice: Json) -> bool:
         layout = problem["layouts"][option["layout"]]
         used[option["pool"]] += option["data"] * layout["tensor"]
         tensor = layout["tensor"] // layout["context"]
-        kinds.add((option["data"], tensor, layout["expert"], option["zero"], layout["context"]))
+        shards = option.get("shard_degree", 0)
+        kinds.add(
+            (option["data"], tensor, layout["expert"], option["zero"], layout["context"], shards)
+        )
     homes = [
         (sum(start <= b for start in starts) - 1) % count for b in range(len(problem["blocks"]))
     ]

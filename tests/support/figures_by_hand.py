@@ -141,12 +141,12 @@ def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> di
     models = sorted({d["model"] for d in devices})
     one = devices[0]["name"] if len(devices) == 1 else f"{len(devices)} {'+'.join(models)}"
     kept = ("data_parallel", "tensor_parallel", "expert_parallel", "context_parallel", "zero",
-            "recompute", "label",
-            "parameters")  # fmt: skip
+            "recompute", "label", "parameters")  # fmt: skip
     per = ("forward", "backward", "gather", "transfer")
     return {
         "stage": entry["stage"], "blocks": ",".join(f"{a}-{b}" for a, b in spans),
         "ranks": entry["ranks"], "devices": one, **{name: stage.get(name, 1) for name in kept},
+        "shard_degree": stage.get("shard_degree", 0),
         **seconds,
         "microbatch_seconds": sum(entry[f"{name}_seconds"] for name in per),
         "step_only_seconds": sum(

@@ -188,6 +188,10 @@ def _on_mesh(random: Random, model: str, axes: dict[str, int], kind: str) -> Lay
         given["zero"] = random.choice((0, 1, 2, 3))
     if random.random() < 0.1:
         given |= {"zero": random.choice((1, 2, 3)), "zero_axis": random.choice(list(axes))}
+    elif axes.get("dp") == 4 and given.get("zero") and stages != 2:
+        given["shard_degree"] = 2
+    elif {"dp", "cp"} <= {*axes} and given.get("zero") in (1, 2) and stages != 2:
+        given["zero_axis"] = "dp,cp"
     if stages > 1 or random.random() < 0.2:
         _draw_schedule(random, given)
     annotations: dict[str, str] = {}

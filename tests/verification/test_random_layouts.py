@@ -48,6 +48,7 @@ def planned(case: LayoutCase) -> dict[str, Program] | None:
         codes = {problem.code for problem in fault.problems}
         assert codes <= REFUSED and all(p.why and p.fix for p in fault.problems), (case, fault)
         return None
+    assert not [problem for each in programs.values() for problem in each.plan.problems()], case
     return programs
 
 

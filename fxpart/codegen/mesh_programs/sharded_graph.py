@@ -28,6 +28,7 @@ from fxpart.sharding import (
     format_placements,
     local_shape,
 )
+from fxpart.sharding.mesh import parse_axes
 from fxpart.sharding.placement import count_dim_parts
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ if TYPE_CHECKING:
 class ShardedGraph:
     """A prepared graph in which every op and value has placements over a mesh.
 
-    whole: the graph; undecided axes are replicated. zero: ZeRO stage 0 to 3 over ``zero_axis``;
-    with 3, the placements of parameters express it. certificate: of the solver's choice of
-    placements. whole_outputs: every rank returns the user's outputs unsharded.
+    whole: the graph; undecided axes are replicated. zero: ZeRO stage 0 to 3 over ``zero_axis``, one
+    axis or several such as "dp,cp"; with 3, the placements of parameters express it. certificate:
+    of the solver's choice of placements. whole_outputs: every rank returns the user's outputs
+    unsharded.
     """
 
     whole: fx.GraphModule
@@ -98,11 +100,21 @@ class ShardedGraph:
         """
         axes, shape = self._batch_axes(), self.mesh.shape
         experts = [axis for axis in axes if self._list_distributed(axis)]
-        rows = prod(shape[axis] for axis in axes if not self._list_sharded(axis))
+        rows = prod(shape[axis] for axis in self._data_axes())
         others = {*range(len(shape))} - {*axes}
         context = prod(shape[axis] for axis in others if self._shards_sequences(axis))
         tensor = self.mesh.size // (rows * context)
         return rows, tensor, prod(shape[axis] for axis in experts), context
+
+    @property
+    def shard_degree(self) -> int:
+        """The ranks that share ZeRO's shards if these are a part of the data-parallel ones, else 0.
+
+        The others have replicas of the shards (hybrid sharding).
+        """
+        axes = [self.mesh.names[axis] for axis in self._data_axes()] if self.zero else []
+        size = self.mesh.count(*(axis for axis in parse_axes(self.zero_axis) if axis in axes))
+        return size if 1 < size < self.mesh.count(*axes) else 0
 
     def count_batch_parts(self) -> int:
         """Return the number of parts into which the rows of every input are sharded."""
@@ -117,6 +129,10 @@ class ShardedGraph:
             if i.batch_dim is not None and i.name in found
         ]
         return [k for k in range(len(self.mesh.shape)) if cut and all(c[k] for c in cut)]
+
+    def _data_axes(self) -> list[int]:
+        """Return the axes that are data-parallel, as :meth:`degrees` defines it."""
+        return [axis for axis in self._batch_axes() if not self._list_sharded(axis)]
 
     def _list_sharded(self, axis: int) -> set[str]:
         """Return the parameters that the axis shards, other than by ZeRO-3 or by expert."""
@@ -162,7 +178,8 @@ class ShardedGraph:
     def like(self, graph: fx.GraphModule, captured: CapturedModel) -> ShardedGraph:
         """Return the evaluation graph of the model with the same placements of state and inputs."""
         mesh, state = self.mesh, self.state()
-        stored = {n: p for n, p in state.items() if self.zero == 3 and self.is_over_zero(p)}
+        over = self.zero_axis if self.zero == 3 else None
+        stored = {name: p for name, p in state.items() if over in self.list_axes(p)}
         seeds = {
             name: text
             for name, placed in state.items()
@@ -182,9 +199,10 @@ class ShardedGraph:
                 place(node, stored.get(name, state[name]), {})
         return replace(self, whole=whole, captured=captured, _locals={})
 
-    def is_over_zero(self, placed: Placements) -> bool:
-        """Return whether a value is sharded over the ZeRO axis."""
-        return bool(self.zero_axis) and isinstance(placed[self.mesh.index(self.zero_axis)], Shard)
+    def list_axes(self, placed: Placements) -> tuple[str, ...]:
+        """Return the axes over which a value is sharded."""
+        pairs = zip(self.mesh.names, placed, strict=True)
+        return tuple(name for name, placement in pairs if isinstance(placement, Shard))
 
     def _spread(self, placed: Placements) -> Placements:
         """Return the placements that ops see, with ZeRO-3 shards gathered."""

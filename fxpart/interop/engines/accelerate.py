@@ -62,8 +62,8 @@ def _find_fsdp(degrees: PlanDegrees) -> Section:
 def _find_parallelism(degrees: PlanDegrees) -> Section:
     """Return the mesh; Accelerate has no replicas with tensor parallelism without sharding."""
     return {
-        "parallelism_config_dp_replicate_size": 1,
-        "parallelism_config_dp_shard_size": degrees.data,
+        "parallelism_config_dp_replicate_size": degrees.shard_replicas if degrees.zero else 1,
+        "parallelism_config_dp_shard_size": degrees.shards if degrees.zero else degrees.data,
         "parallelism_config_tp_size": degrees.tensor,
         "parallelism_config_cp_size": 1,
     }
@@ -114,6 +114,7 @@ def _find_lost(degrees: PlanDegrees) -> list[str]:
             found.append("The stage boundaries: all stages get the same number of layers.")
         if degrees.zero > 1:
             found.append(f"ZeRO {degrees.zero}: with a pipeline it is ZeRO 1.")
+        found += degrees.list_lost_hybrid()
     elif degrees.microbatches > 1:
         found.append(f"{degrees.microbatches} microbatches of {rows}: use Accelerator("
                      f"gradient_accumulation_steps={degrees.microbatches}).")  # fmt: skip

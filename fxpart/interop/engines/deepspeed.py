@@ -66,6 +66,7 @@ def _find_lost(degrees: PlanDegrees) -> list[str]:
         found.append(_describe_stages(degrees))
     if degrees.recompute != "none" and (degrees.pipeline == 1 or degrees.recompute != "full"):
         found.append(f"Recomputation {degrees.recompute!r}: the model's code calls it.")
+    found += degrees.list_lost_hybrid()
     found += degrees.list_lost_experts("pass ep_size to the MoE layers")
     found += degrees.list_lost_context()
     if plan.precision == "fp8":

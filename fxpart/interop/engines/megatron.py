@@ -98,6 +98,8 @@ def _find_memory_rows(degrees: PlanDegrees) -> list[Row]:
     rows: list[Row] = []
     if degrees.zero == 1:
         rows.append(["--use-distributed-optimizer"])
+        if degrees.shard_replicas > 1:
+            rows.append(["--num-distributed-optimizer-instances", degrees.shard_replicas])
     elif degrees.zero:
         rows += [
             ["--use-distributed-optimizer"],
@@ -121,6 +123,7 @@ def _find_lost(degrees: PlanDegrees) -> list[str]:
     spec = SCHEDULES.get(plan.schedule)
     if degrees.pipeline > 1 and plan.schedule != expected and spec is not None and spec.flushes:
         found.append(f"The schedule {plan.schedule}: Megatron-LM runs {expected}.")
+    found += degrees.list_lost_hybrid() if degrees.zero > 1 else []
     found += degrees.list_lost_boundaries()
     if degrees.pipeline > 1 and degrees.layers is not None and find_layout(degrees) is None:
         found.append("Virtual stages in a V: Megatron-LM places them in a loop.")
@@ -148,6 +151,8 @@ def read_megatron(text: str, where: str) -> EngineRun:
         if values.text("cp_comm_type", "p2p") != "allgather":
             lost.append("Context parallelism is priced with gathered keys and values.")
     constraints["zero"] = _read_zero(values)
+    if values.count("num_distributed_optimizer_instances") > 1:
+        lost.append("Hybrid sharding is priced as sharding over all data-parallel ranks.")
     full = values.text("recompute_granularity", "none")
     constraints["recompute"] = "selective" if values.flag("recompute_activations") else full
     if values.flag("bf16") or values.flag("fp16"):

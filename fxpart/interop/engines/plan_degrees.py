@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpart.plan.constraint_table import CONTEXT_AXIS
+from fxpart.plan.constraint_table import CONTEXT_AXIS, DATA_AXES
 from fxpart.plan.model import Plan, Stage
 from fxpart.schedule.spec import SCHEDULES
 from fxpart.sharding.mesh import Mesh
 from fxpart.solver.joint.constraints.block_names import find_layer_blocks
+
+# Degrees of data, tensor, expert and context parallelism, ZeRO level, recompute, shard degree.
+_Degrees = tuple[int, int, int, int, int, str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +21,7 @@ class PlanDegrees:
     """A plan as one mesh of pipeline, data and tensor ranks.
 
     Degrees that differ between stages are those of most stages. pipeline: number of stages.
+    shards: data-parallel ranks over which ZeRO shards: 1 without ZeRO, all unless hybrid.
     virtual: stages of the program per rank. microbatch_rows: rows of a microbatch on one
     data-parallel rank. layers: by stage of the program, its transformer layers, as (first, end);
     None where the names of the blocks are not known, or the model has no stack of layers. inside:
@@ -32,6 +36,7 @@ class PlanDegrees:
     context: int
     pipeline: int
     zero: int
+    shards: int
     recompute: str
     virtual: int
     microbatches: int
@@ -68,6 +73,18 @@ class PlanDegrees:
         count = max(len(hosts), 1)
         return count, -(-self.world // count)
 
+    @property
+    def shard_replicas(self) -> int:
+        """The number of data-parallel groups that each have all parts of ZeRO's state."""
+        return self.data // self.shards
+
+    def list_lost_hybrid(self) -> list[str]:
+        """Return the sentence of an engine that shards over all data-parallel ranks or none."""
+        if self.shards in (1, self.data):
+            return []
+        return [f"Hybrid sharding over {self.shards} of {self.data} data-parallel ranks: "
+                "all share one set of shards."]  # fmt: skip
+
     def list_lost_experts(self, advice: str = "") -> list[str]:
         """Return the sentence of an engine without an option for the experts' degree.
 
@@ -96,28 +113,28 @@ def find_degrees(plan: Plan, blocks: Sequence[str] = ()) -> PlanDegrees:
     """Return the plan's degrees. blocks: the names of the model's blocks, where they are known."""
     stages = [plan.stages[k] for k in plan.firsts]
     kept, _ = Counter(map(_degrees, stages)).most_common(1)[0]
-    data, tensor, expert, context, zero, recompute = kept
+    data, tensor, expert, context, zero, recompute, shards = kept
     parts = data * plan.microbatches
     rows = max(1, plan.batch_size // parts)
     layers, inside = _find_layers(plan, blocks)
     return PlanDegrees(
         plan=plan, data=data, tensor=tensor, expert=expert, context=context, pipeline=len(stages),
-        zero=zero, recompute=recompute, virtual=plan.virtual, microbatches=plan.microbatches,
-        microbatch_rows=rows, layers=layers, inside=inside, sequence=_find_sequence(plan),
+        zero=zero, shards=shards, recompute=recompute, virtual=plan.virtual,
+        microbatches=plan.microbatches, microbatch_rows=rows, layers=layers, inside=inside,
+        sequence=_find_sequence(plan),
         lost=tuple(_find_lost(plan, stages, kept, rows * parts)),
     )  # fmt: skip
 
 
-def _degrees(stage: Stage) -> tuple[int, int, int, int, int, str]:
+def _degrees(stage: Stage) -> _Degrees:
+    shards = (stage.shard_degree or stage.data_parallel) if stage.zero else 1
     return (
         stage.data_parallel, stage.tensor_parallel, stage.expert_parallel, stage.context_parallel,
-        stage.zero, stage.recompute,
+        stage.zero, stage.recompute, shards,
     )  # fmt: skip
 
 
-def _find_lost(
-    plan: Plan, stages: Sequence[Stage], kept: tuple[int, int, int, int, int, str], rows: int
-) -> list[str]:
+def _find_lost(plan: Plan, stages: Sequence[Stage], kept: _Degrees, rows: int) -> list[str]:
     """Return what of the plan an engine with one mesh and synchronous steps cannot express."""
     found = []
     others = [stage for stage in stages if _degrees(stage) != kept]
@@ -157,13 +174,14 @@ def _find_lost_axes(plan: Plan) -> list[str]:
     return [
         f"The mesh axis {name}={size}: its ranks count as tensor-parallel ones."
         for name, size in axes
-        if name not in ("dp", "tp", CONTEXT_AXIS) and size > 1
+        if name not in (*DATA_AXES, "tp", CONTEXT_AXIS) and size > 1
     ]
 
 
-def _describe(degrees: tuple[int, int, int, int, int, str]) -> str:
-    data, tensor, expert, context, zero, recompute = degrees
+def _describe(degrees: _Degrees) -> str:
+    data, tensor, expert, context, zero, recompute, shards = degrees
     words = [f"dp{data}", f"tp{tensor}", f"zero{zero}", f"recompute {recompute}"]
+    words += [f"shard{shards}"] if zero and shards < data else []
     words += [f"cp{context}"] if context > 1 else []
     return " ".join(words + ([f"ep{expert}"] if expert > 1 else []))
 

@@ -40,7 +40,7 @@ def _find_lost(degrees: PlanDegrees) -> list[str]:
     """Return what torch's pipelining alone does not do."""
     found = []
     if degrees.data > 1:
-        zero = f" with ZeRO {degrees.zero}" if degrees.zero else ""
+        zero = f" with ZeRO {degrees.zero} over {degrees.shards} ranks" if degrees.zero else ""
         found.append(f"Data parallelism of degree {degrees.data}{zero}: wrap the stage modules in "
                      "DDP or FSDP.")  # fmt: skip
     if degrees.tensor > 1:

@@ -52,8 +52,8 @@ def _find_settings(degrees: PlanDegrees, schedule: str, has_csv: bool) -> Settin
     if degrees.sequence is not None:
         training["seq_len"] = degrees.sequence
     parallelism: dict[str, object] = {
-        "data_parallel_replicate_degree": 1 if degrees.zero else degrees.data,
-        "data_parallel_shard_degree": degrees.data if degrees.zero else 1,
+        "data_parallel_replicate_degree": degrees.shard_replicas,
+        "data_parallel_shard_degree": degrees.shards,
         "fsdp_reshard_after_forward": "always" if degrees.zero == 3 else "never",
         "tensor_parallel_degree": degrees.tensor,
         "expert_parallel_degree": degrees.expert,

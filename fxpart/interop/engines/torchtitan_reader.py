@@ -124,7 +124,9 @@ def _read_data(
     pipelined = values.count("parallelism.pipeline_parallel_degree") > 1
     reshards = policy == "always" or (policy == "default" and not pipelined)
     constraints["zero"] = 0 if shards == 1 else 3 if reshards else 2
-    if replicas > 1 and shards != 1:
+    if replicas > 1 and shards > 1:
+        constraints["shard_degree"] = shards
+    elif replicas > 1 and shards < 1:
         lost.append("Hybrid sharding is priced as sharding over all data-parallel ranks.")
     if shards < 1:
         return None

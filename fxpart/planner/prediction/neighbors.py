@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from fxpart.solver.joint.objective import degrees
+from fxpart.solver.joint.objective import Degrees, degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.schedule_costs import has_pieces
 
 Named = tuple[str, JointChoice]  # description of the difference, and the choice
-Degrees = tuple[int, int, int, int, str, int]  # as fxpart.solver.joint.objective.degrees has them
-_PLACE: dict[str, int] = {"tensor": 1, "expert": 2, "ZeRO": 3, "recompute": 4, "context": 5}
+# Decisions by their names in descriptions, and their places in Degrees.
+_PLACE: dict[str, int] = {
+    "tensor": 1, "expert": 2, "ZeRO": 3, "recompute": 4, "context": 5, "shard degree": 6,
+}  # fmt: skip
 
 
 class OptionIndex:
@@ -33,30 +35,33 @@ class OptionIndex:
     def with_data(self, option: int, data: int) -> int | None:
         """Return the same option with another number of data replicas."""
         old = degrees(self.problem, option)
-        zero = old[3] if data > 1 else 0
-        return self.find(self.problem.options[option].pool, (data, *old[1:3], zero, *old[4:]))
+        return self.find(self.problem.options[option].pool, _valid(old._replace(data=data)))
 
     def changed(self, option: int, what: str, value: int | str) -> int | None:
         """Return the same option on as many devices, with another value of one decision."""
-        data, tensor, expert, zero, recompute, context = degrees(self.problem, option)
-        if what == "tensor":
-            if data * tensor % int(value):
+        old = degrees(self.problem, option)
+        name = Degrees._fields[_PLACE[what]]
+        changed: dict[str, Any] = {name: value}
+        wanted = old._replace(**changed)
+        if name in ("tensor", "context"):
+            ranks = old.data * getattr(old, name)
+            if ranks % int(value):
                 return None
-            data, tensor = data * tensor // int(value), int(value)
-        elif what == "context":
-            if data * context % int(value):
-                return None
-            data, context = data * context // int(value), int(value)
-        elif what == "expert":
-            expert = int(value)
-        elif what == "ZeRO":
-            zero = int(value) if data > 1 else zero
-        else:
-            recompute = str(value)
-        if data == 1:
-            zero = 0
-        wanted = (data, tensor, expert, zero, recompute, context)
-        return self.find(self.problem.options[option].pool, wanted)
+            wanted = wanted._replace(data=ranks // int(value))
+        return self.find(self.problem.options[option].pool, _valid(wanted))
+
+
+def _valid(wanted: Degrees) -> Degrees:
+    """Return the degrees without ZeRO where there is one replica, and with a fitting shard degree.
+
+    A shard degree that is no longer a part of the replicas, or without ZeRO, becomes 0.
+    """
+    zero = wanted.zero if wanted.data > 1 else 0
+    shards = wanted.shard_degree
+    fits = (
+        zero and wanted.expert == 1 and shards < wanted.data and wanted.data % max(1, shards) == 0
+    )
+    return wanted._replace(zero=zero, shard_degree=shards if fits else 0)
 
 
 def one_decision(problem: JointProblem, choice: JointChoice) -> Iterator[Named]:
@@ -106,6 +111,8 @@ def _change(what: str, value: int | str, was: Sequence[str]) -> str:
         return "without recompute"
     if what == "ZeRO" and value == 0:
         return "without ZeRO"
+    if what == "shard degree" and value == 0:
+        return "ZeRO over all replicas"
     if len(was) == 1:
         return f"{what} {value} instead of {was[0]}"
     return f"{what} {value} on every stage"
@@ -142,20 +149,20 @@ def other_depth(
 
 def _joined(options: OptionIndex, one: int, two: int) -> list[int]:
     """Return options for two stages as one: either's own, and with the replicas of both."""
-    data = [degrees(options.problem, option)[0] for option in (one, two)]
+    data = [degrees(options.problem, option).data for option in (one, two)]
     found = [one, two, *(options.with_data(option, sum(data)) for option in (one, two))]
     return list(dict.fromkeys(option for option in found if option is not None))
 
 
 def _halved(options: OptionIndex, option: int) -> list[int]:
     """Return options for half a stage: its own, half its replicas, or half its tensor degree."""
-    data, tensor, expert, zero, recompute, context = degrees(options.problem, option)
+    old = degrees(options.problem, option)
     pool = options.problem.options[option].pool
     found = [option]
-    if data % 2 == 0:
-        found.append(options.with_data(option, data // 2))  # type: ignore[arg-type]
-    if tensor % 2 == 0:
-        found.append(options.find(pool, (data, tensor // 2, expert, zero, recompute, context)))  # type: ignore[arg-type]
+    if old.data % 2 == 0:
+        found.append(options.with_data(option, old.data // 2))  # type: ignore[arg-type]
+    if old.tensor % 2 == 0:
+        found.append(options.find(pool, old._replace(tensor=old.tensor // 2)))  # type: ignore[arg-type]
     return list(dict.fromkeys(one for one in found if one is not None))
 
 

@@ -23,7 +23,8 @@ def decisions(plan: Plan) -> dict[str, str]:
         "model": plan.model.fingerprint,
         "stages": [
             (s.spans, s.ranks, s.data_parallel, s.tensor_parallel, s.expert_parallel, s.zero,
-             s.recompute, *((s.context_parallel,) if s.context_parallel > 1 else ()))
+             s.recompute, *((s.context_parallel,) if s.context_parallel > 1 else ()),
+             *(("shards", s.shard_degree) if s.shard_degree else ()))
             for s in plan.stages
         ],
         "order": plan.order,

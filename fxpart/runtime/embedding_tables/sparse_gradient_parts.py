@@ -54,6 +54,19 @@ class SparseGradientParts:
         return total
 
 
+def make_sparse_target(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the memory of a flat view, to which sparse gradients can be added.
+
+    torch 2.13 on the CPU adds coalesced gradients of one dim at twice the view's storage offset,
+    outside of the view. The returned tensor has a storage that begins with it.
+    """
+    if not view.numel():
+        return view
+    first = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[first : first + view.nbytes]
+    return view.new_empty(0).set_(storage, 0, view.shape, (1,))
+
+
 def merge_parts(parts: Iterable[tuple[Iterable[int], SparseGradientParts]]) -> SparseGradientParts:
     """Merge parts by the numbers given with each (ascending), in order within a number.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxpart.runtime.gradients import reduce_scatter
+from fxpart.sharding.mesh import parse_axes
 
 # Bytes of the first bucket; small, so that communication starts early, as in PyTorch's DDP.
 FIRST = 1 << 20
@@ -17,7 +18,7 @@ FIRST = 1 << 20
 class PartialGradient:
     """A gradient that must be summed over mesh ranks.
 
-    shard: the optimizer's tensor for the parameter. axes: mesh axes of the sum. scattered: the axis
+    shard: the optimizer's tensor for the parameter. axes: mesh axes of the sum. scattered: the axes
     along which the sum is reduce-scattered, "" for an all-reduce. bytes: the maximum over the mesh
     ranks.
     """
@@ -70,7 +71,7 @@ def make_buckets(terms: Sequence[PartialGradient]) -> list[GradientBucket]:
 
 def _make_bucket(terms: Sequence[PartialGradient]) -> GradientBucket:
     first = terms[0]
-    axes = (first.scattered,) if first.scattered else first.axes
+    axes = parse_axes(first.scattered) or first.axes
     return GradientBucket(axes, first.scattered, tuple(terms))
 
 

@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fxpart.collectives import BucketedCollective, Communicator, start_reduce_scatter
+from fxpart.collectives import (
+    BucketedCollective,
+    Communicator,
+    start_all_gather,
+    start_reduce_scatter,
+    start_sum,
+)
+from fxpart.collectives.communicator import Axis
 
 BUCKET = 25 << 20  # Bytes of gradients per bucket, as in PyTorch's DDP.
 _UNDER_WAY = 1  # Buckets in flight while the next is filled; each holds a copy of its gradients.
@@ -31,6 +38,21 @@ def run_in_buckets(sizes: Sequence[int], start: Callable[[slice], BucketedCollec
         sent.popleft().wait()
 
 
+def all_reduce(mesh: Communicator, axes: tuple[str, ...], tensors: list[torch.Tensor]) -> None:
+    """All-reduce tensors in place."""
+    run_in_buckets([t.nbytes for t in tensors], lambda these: start_sum(mesh, tensors[these], axes))
+
+
+def all_gather(
+    mesh: Communicator, axis: Axis, pieces: list[torch.Tensor], wholes: list[torch.Tensor]
+) -> None:
+    """Fill flat tensors with the shards of all ranks of the axis."""
+    run_in_buckets(
+        [whole.nbytes for whole in wholes],
+        lambda these: start_all_gather(mesh, pieces[these], axis, wholes[these]),
+    )
+
+
 class GradientReduceScatter:
     """Reduce-scatters of one stage on one mesh rank.
 
@@ -38,8 +60,8 @@ class GradientReduceScatter:
     bucket is sent, so at most a few buckets of gradients exist twice.
     """
 
-    def __init__(self, mesh: Communicator, axis: str) -> None:
-        """axis: the mesh axis along which the optimizer's tensors are sharded."""
+    def __init__(self, mesh: Communicator, axis: Axis) -> None:
+        """axis: the mesh axes along which the optimizer's tensors are sharded."""
         self._mesh = mesh
         self._axis = axis
         self.reset()

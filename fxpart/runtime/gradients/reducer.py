@@ -25,6 +25,7 @@ from fxpart.collectives.communicator import CollectiveHandle
 from fxpart.errors import error
 from fxpart.runtime.gradients.buckets import GradientBucket, PartialGradient
 from fxpart.runtime.gradients.reduce_scatter import get_dense_gradient
+from fxpart.sharding.mesh import parse_axes
 
 UNDER_WAY = 4  # Buckets in flight per rank; the received data needs their memory once more.
 
@@ -240,7 +241,7 @@ class StageGradientReducer:
     def _start_scatter(
         self, bucket: GradientBucket, lines: list[torch.Tensor]
     ) -> Callable[[], None]:
-        pending = start_reduce_scatter(self._mesh, lines, bucket.scattered)
+        pending = start_reduce_scatter(self._mesh, lines, parse_axes(bucket.scattered))
         for term in bucket.terms:
             term.parameter.grad = None
 

@@ -11,8 +11,9 @@ from fxpart.collectives import Communicator, GroupCommunicator, InProcessHub
 from fxpart.collectives.communicator import Start
 from fxpart.collectives.mesh_groups import connect_groups, list_groups, make_groups
 from fxpart.errors import error
-from fxpart.program.spec import ShardingSpec
+from fxpart.program.spec import ShardingSpec, select_zero_axes
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks
+from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
 from fxpart.runtime.transport.shared_memory import SharedMemory
@@ -130,8 +131,12 @@ class MeshCommunicators:
 def find_reduction_axes(sharding: ShardingSpec) -> set[tuple[str, ...]]:
     """Return the sets of mesh axes over which gradients are reduced or scattered."""
     found = {tensor.partial for tensor in sharding.state.values() if tensor.partial}
-    if sharding.zero and any(sharding.zero_axis in axes for axes in found):
-        found.add((sharding.zero_axis,))
+    if sharding.zero:
+        for name, tensor in sharding.state.items():
+            sharded = ShardLayout.of(sharding, name, tensor.shape).axes
+            axes = select_zero_axes(sharding.zero_axis, sharded, tensor.partial)
+            if axes and {*axes} <= {*tensor.partial}:
+                found.add(axes)
     return found
 
 

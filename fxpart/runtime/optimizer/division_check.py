@@ -26,6 +26,7 @@ from fxpart.runtime.optimizer.user_optimizer import needs_closure
 from fxpart.runtime.state.model_state import ModelState
 from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.sharding import Shard
+from fxpart.sharding.mesh import parse_axes
 
 # By group: pairs of a real parameter and a small one.
 Members = list[list[tuple[torch.Tensor, torch.Tensor]]]
@@ -65,12 +66,12 @@ class ParameterSplit:
     @classmethod
     def of(cls, pieces: ShardLayout) -> ParameterSplit:
         """Return the split of a parameter over mesh ranks, with a limited number of parts."""
-        sizes = dict(zip(pieces.mesh.names, pieces.mesh.shape, strict=True))
         dims: dict[int, int] = {}
         for size, placement in zip(pieces.mesh.shape, pieces.placements, strict=False):
             if isinstance(placement, Shard) and size > 1:
                 dims[placement.dim] = min(dims.get(placement.dim, 1) * size, _PARTS)
-        return cls(min(sizes.get(pieces.flat, 1), _PARTS), tuple(sorted(dims.items())))
+        ranges = pieces.mesh.count(*parse_axes(pieces.flat))
+        return cls(min(ranges, _PARTS), tuple(sorted(dims.items())))
 
     def __call__(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of a contiguous tensor, as views."""

@@ -15,21 +15,26 @@ from functools import partial
 import torch
 from torch import nn
 
-from fxpart.collectives import BucketedCollective, Communicator, start_all_gather, start_sum
-from fxpart.program.spec import has_backward
-from fxpart.runtime.embedding_tables import SparseGradientParts, SparseGradients
+from fxpart.program.spec import has_backward, select_zero_axes
+from fxpart.runtime.embedding_tables import (
+    SparseGradientParts,
+    SparseGradients,
+    make_sparse_target,
+)
 from fxpart.runtime.executor.instruction import BackwardHooks
 from fxpart.runtime.gradients.buckets import PartialGradient, make_buckets
 from fxpart.runtime.gradients.reduce_scatter import (
     GradientReduceScatter,
+    all_gather,
+    all_reduce,
     get_dense_gradient,
-    run_in_buckets,
 )
 from fxpart.runtime.gradients.reducer import ReductionQueue, StageGradientReducer
 from fxpart.runtime.mesh.communicators import MeshCommunicators
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.state.model_state import ModelState, StateEntry, shard_along_axis
 from fxpart.runtime.state.shard_layout import ShardLayout
+from fxpart.sharding.mesh import parse_axes
 
 
 class OptimizerShards:
@@ -41,41 +46,43 @@ class OptimizerShards:
     def __init__(
         self, state: ModelState, meshes: MeshCommunicators | None, *, shared_rows: bool = True
     ) -> None:
-        """meshes: None if the program is not sharded.
-
-        shared_rows: whether sparse gradients of embedding tables that several stages share stay
-        sparse.
+        """meshes: None if the program is not sharded. shared_rows: whether sparse gradients of
+        embedding tables that several stages share stay sparse.
         """
         self._state = state
         self._meshes = meshes
         sharding = state.mesh_ranks[0].spec.sharding
         self.zero = 0 if sharding is None or meshes is None else sharding.zero
-        self._axis = sharding.zero_axis if sharding is not None and self.zero else ""
+        self._zero_axis = sharding.zero_axis if sharding is not None and self.zero else ""
         self._shards: dict[int, nn.Parameter] = {}
         for name, entry in state.entries.items():
             if self.axis(name):
                 for (_, at), copy in entry.copies.items():
-                    self._shards.setdefault(id(copy), _make_shard(entry, at, self._axis, copy))
+                    self._shards.setdefault(id(copy), _make_shard(entry, at, self.axis(name), copy))
         self.rows = SparseGradients(state, meshes, shared=shared_rows)
-        self._scatters: dict[tuple[int, int], GradientReduceScatter] = {}
+        self._scatters: dict[tuple[int, int], dict[str, GradientReduceScatter]] = {}
         if meshes is not None and self._shards:
             for mesh_rank in state.mesh_ranks:
                 for stage in mesh_rank.modules:
                     mesh = meshes.of(stage, mesh_rank.index)
-                    self._scatters[stage, mesh_rank.index] = GradientReduceScatter(mesh, self._axis)
+                    self._scatters[stage, mesh_rank.index] = {
+                        axes: GradientReduceScatter(mesh, parse_axes(axes))
+                        for axes in dict.fromkeys(filter(None, map(self.axis, state.entries)))
+                    }
         self._reducers = self._make_reducers()
         self.closing = False  # An update follows the current step, so its reductions may start.
         if self.zero == 2:
             self._send_early()
 
     def axis(self, name: str) -> str:
-        """Return the mesh axis along which a parameter is sharded for the optimizer, or "".
+        """Return the mesh axes along which a parameter is sharded for the optimizer, or "".
 
         A scalar without dims is not sharded: every mesh rank updates it.
         """
         entry = self._state.entries[name]
-        cut = entry.trainable and entry.pieces.shape and self._axis not in entry.pieces.axes
-        return self._axis if cut else ""
+        if not entry.trainable or not entry.pieces.shape:
+            return ""
+        return ",".join(select_zero_axes(self._zero_axis, entry.pieces.axes, entry.partial))
 
     def pieces(self, name: str) -> ShardLayout:
         """Return how the parameter is sharded over the optimizers of the mesh ranks."""
@@ -105,7 +112,7 @@ class OptimizerShards:
     ) -> torch.Tensor:
         shard = self.of(parameter)
         if shard is not parameter and parameter in optimizer.state:
-            start = shard.storage_offset() - parameter.storage_offset()
+            start = (shard.data_ptr() - parameter.data_ptr()) // parameter.itemsize
             shape = parameter.shape
             optimizer.state[shard] = {
                 key: value.reshape(-1)[start : start + shard.numel()].clone()
@@ -173,8 +180,9 @@ class OptimizerShards:
         if self._meshes is not None:
             self._meshes.forget()
         self.rows.reset()
-        for scatter in self._scatters.values():
-            scatter.reset()
+        for scatters in self._scatters.values():
+            for scatter in scatters.values():
+                scatter.reset()
         for _, parameter in self._state.parameters():
             parameter.grad = self.of(parameter).grad = None
 
@@ -247,18 +255,15 @@ class OptimizerShards:
         if not self._shards or self._meshes is None:
             return
         for stage in sorted(mesh_rank.modules):
-            mine = [
-                entry.copies[stage, mesh_rank.index]
-                for name, entry in self._state.entries.items()
-                if self.axis(name) and (stage, mesh_rank.index) in entry.copies
-            ]
+            mine: dict[str, list[torch.Tensor]] = {}
+            for name, entry in self._state.entries.items():
+                if (axes := self.axis(name)) and (stage, mesh_rank.index) in entry.copies:
+                    mine.setdefault(axes, []).append(entry.copies[stage, mesh_rank.index])
             mesh = self._meshes.of(stage, mesh_rank.index)
-            pieces = [self.of(parameter).detach() for parameter in mine]
-            wholes = [parameter.data.view(-1) for parameter in mine]
-            run_in_buckets(
-                [whole.nbytes for whole in wholes],
-                partial(_start_gather, mesh, self._axis, pieces, wholes),
-            )
+            for axes, parameters in mine.items():
+                pieces = [self.of(parameter).detach() for parameter in parameters]
+                wholes = [parameter.data.view(-1) for parameter in parameters]
+                all_gather(mesh, parse_axes(axes), pieces, wholes)
 
     def _finish_reducer(self, mesh_rank: int, stage: int) -> set[int]:
         """Wait for the stage's early reductions; return the ids of their parameters."""
@@ -304,7 +309,7 @@ class OptimizerShards:
             shard, cut = self.of(parameter), self.axis(state.name)
             # Under ZeRO-2 each backward sends its own; gradients equal along the axis are sliced at
             # the end.
-            if not cut or (self.zero == 1 and cut in axes):
+            if not cut or (self.zero == 1 and {*parse_axes(cut)} <= {*axes}):
                 yield PartialGradient(
                     parameter, shard, axes, cut, entry.pieces.most * parameter.itemsize
                 )
@@ -318,7 +323,8 @@ class OptimizerShards:
 
     def _get_partial_axes(self, name: str, entry: StateEntry) -> tuple[str, ...]:
         """Return the axes over which the gradient of the optimizer's tensor is still partial."""
-        return tuple(axis for axis in entry.partial if axis != self.axis(name))
+        zero = parse_axes(self.axis(name))
+        return tuple(axis for axis in entry.partial if axis not in zero)
 
     def _scatter(
         self, mesh_rank: int, stage: int, mine: list[tuple[str, StateEntry, torch.Tensor]]
@@ -326,31 +332,35 @@ class OptimizerShards:
         """Move gradients from parameters to the mesh rank's shards."""
         if self._meshes is None or not self._shards:
             return
-        scatter = self._scatters[stage, mesh_rank]
-        scatter.finish()  # Complete those of a backward, whose gradients may exist only once.
+        scatters = self._scatters[stage, mesh_rank]
+        for scatter in scatters.values():
+            scatter.finish()  # Complete those of a backward, whose gradients may exist only once.
         for name, entry, parameter in mine:
             shard = self.of(parameter)
             if parameter.grad is None or shard is parameter or name in self.rows:
                 continue
-            if self._axis in entry.partial:
-                scatter.add(parameter, shard)
-            else:  # Equal on all mesh ranks of the axis: a slice is enough.
+            axes = self.axis(name)
+            if {*parse_axes(axes)} <= {*entry.partial}:
+                scatters[axes].add(parameter, shard)
+            else:  # Equal on all mesh ranks of the axes: a slice is enough.
                 line = get_dense_gradient(parameter).reshape(-1)
-                pieces = shard_along_axis(entry.pieces, self._axis)
+                pieces = shard_along_axis(entry.pieces, axes)
                 piece = line[slice(*pieces.range(mesh_rank, len(line)))].clone()
                 shard.grad = piece if shard.grad is None else shard.grad.add_(piece)
                 parameter.grad = None
-        scatter.finish()
+        for scatter in scatters.values():
+            scatter.finish()
 
     def _send_early(self) -> None:
         """ZeRO-2: send a gradient as soon as a backward has computed it."""
         for name, entry in self._state.entries.items():
-            if not self.axis(name) or len(entry.stages) > 1 or self._axis not in entry.partial:
+            axes = self.axis(name)
+            if not axes or len(entry.stages) > 1 or not {*parse_axes(axes)} <= {*entry.partial}:
                 continue
             if name in self.rows:
                 continue
             for place, parameter in entry.copies.items():
-                send = partial(self._scatters[place].add, shard=self.of(parameter))
+                send = partial(self._scatters[place][axes].add, shard=self.of(parameter))
                 parameter.register_post_accumulate_grad_hook(send)
 
     def _all_reduce(
@@ -368,7 +378,7 @@ class OptimizerShards:
                 groups.setdefault(axes, []).append(gradient)
         mesh = self._meshes.of(stage, mesh_rank)
         for axes, tensors in groups.items():
-            run_in_buckets([t.nbytes for t in tensors], partial(_start_sum, mesh, axes, tensors))
+            all_reduce(mesh, axes, tensors)
 
 
 def _make_shard(
@@ -378,21 +388,5 @@ def _make_shard(
     if not parameter.is_contiguous():
         parameter.data = parameter.data.contiguous()
     line = parameter.data.view(-1)
-    start, stop = shard_along_axis(entry.pieces, axis).range(mesh_rank, len(line))
-    return nn.Parameter(line[start:stop])
-
-
-def _start_sum(
-    mesh: Communicator, axes: tuple[str, ...], tensors: list[torch.Tensor], these: slice
-) -> BucketedCollective:
-    return start_sum(mesh, tensors[these], axes)
-
-
-def _start_gather(
-    mesh: Communicator,
-    axis: str,
-    pieces: list[torch.Tensor],
-    wholes: list[torch.Tensor],
-    these: slice,
-) -> BucketedCollective:
-    return start_all_gather(mesh, pieces[these], axis, wholes[these])
+    shard = line[slice(*shard_along_axis(entry.pieces, axis).range(mesh_rank, len(line)))]
+    return nn.Parameter(make_sparse_target(shard) if entry.spec.sparse else shard)

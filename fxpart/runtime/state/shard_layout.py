@@ -11,14 +11,15 @@ import torch
 
 from fxpart.program.spec import ProgramSpec, ShardingSpec
 from fxpart.sharding import Mesh, Placements, Shard, chunk, indices, local_shape, parse_placements
+from fxpart.sharding.mesh import parse_axes
 
 
 @dataclass(frozen=True)
 class ShardLayout:
     """Layout of a tensor of ``shape`` over the ranks of a mesh.
 
-    flat: mesh axis along which each shard is flattened and divided again into equal pieces (ZeRO
-    optimizer state). The local shape is then 1-d.
+    flat: mesh axes ("dp", "dp,cp") along which each shard is flattened and divided again into equal
+    pieces (ZeRO optimizer state). The local shape is then 1-d.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +53,7 @@ class ShardLayout:
     def sources(self) -> tuple[int, ...]:
         """The mesh ranks that together store every element once: the first of each group of
         replicas."""
-        cut = self.axes | {self.flat}
+        cut = self.axes | {*parse_axes(self.flat)}
         return tuple(
             mesh_rank
             for mesh_rank in range(self.mesh.size)
@@ -80,9 +81,11 @@ class ShardLayout:
 
     def range(self, mesh_rank: int, size: int) -> tuple[int, int]:
         """Return start and stop of a mesh rank's piece of ``size`` elements on the ``flat``
-        axis."""
-        at = self.mesh.index(self.flat)
-        return chunk(size, self.mesh.shape[at], self.mesh.coordinate(mesh_rank)[at])
+        axes, of which the first of the mesh is major."""
+        names, place = parse_axes(self.flat), 0
+        for (name, length), at in zip(self.mesh.axes, self.mesh.coordinate(mesh_rank), strict=True):
+            place = place * length + at if name in names else place
+        return chunk(size, self.mesh.count(*names), place)
 
     def part(self, whole: torch.Tensor, mesh_rank: int) -> torch.Tensor:
         """Return the shard of a mesh rank; a view if its elements are one range of each dim."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpart.solver.joint.objective import uniform_degrees
+from fxpart.solver.joint.objective import Degrees, uniform_degrees
 from fxpart.solver.joint.problem import (
     JointProblem,
     LinearCost,
@@ -70,6 +70,8 @@ class JointArrays:
         self.layout = np.array([o.layout for o in options], dtype=np.int64)
         self.data = np.array([o.data for o in options], dtype=np.int64)
         self.zero = np.array([o.zero for o in options], dtype=np.int64)
+        shards = [o.shards(problem.layouts[o.layout]) for o in options]
+        self.dense_share, self.experts_share = np.array(shards, dtype=np.int64).reshape(-1, 2).T
         self.size = np.array([count_option_devices(problem, o) for o in options], dtype=np.int64)
         self.devices = np.array([p.devices for p in problem.pools], dtype=np.int64)
         self.memory = np.array([p.memory for p in problem.pools], dtype=np.int64)
@@ -81,7 +83,6 @@ class JointArrays:
         self.reduce_experts = LinearCosts(o.reduce_experts for o in options)
         self.gather_experts = LinearCosts(o.gather_experts for o in options)
         layouts = problem.layouts
-        self.experts_share = self.data // np.array([x.expert for x in layouts])[self.layout]
         self.dense = ParameterFootprints([x.dense for x in layouts], kinds, pools)
         self.experts = ParameterFootprints([x.experts for x in layouts], kinds, pools)
         self.buffer = np.array([x.buffer for x in layouts], dtype=np.int64)
@@ -117,7 +118,7 @@ class JointArrays:
         every = np.arange(len(self.problem.options))
         if not self.problem.uniform:
             return [every]
-        alike: dict[tuple[int, ...], list[int]] = {}
+        alike: dict[Degrees, list[int]] = {}
         for index in range(len(every)):
             alike.setdefault(uniform_degrees(self.problem, index), []).append(index)
         return [np.array(one, dtype=np.int64) for one in alike.values()]

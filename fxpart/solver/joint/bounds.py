@@ -81,7 +81,7 @@ class CheapBounds:
         gathers = np.zeros_like(once)
         standing = s.buffer[layout]
         for states, share, reduce, gather in (
-            (s.dense, s.data, s.reduce, s.gather),
+            (s.dense, s.dense_share, s.reduce, s.gather),
             (s.experts, s.experts_share, s.reduce_experts, s.gather_experts),
         ):
             weight, gradient = states.weight[layout], states.gradient[layout]

@@ -87,7 +87,10 @@ def _bytes(stacked: JointArrays, m: int) -> list[np.ndarray[tuple[int, ...], np.
     """Return by option bytes of state, weights, a microbatch's activations, and one value."""
     counts, layout, work = stacked.counts, stacked.layout, stacked.work(m)
     standing, weights = np.zeros(len(layout)), np.zeros(len(layout))
-    for states, share in ((stacked.dense, stacked.data), (stacked.experts, stacked.experts_share)):
+    for states, share in (
+        (stacked.dense, stacked.dense_share),
+        (stacked.experts, stacked.experts_share),
+    ):
         for level, part in ((3, states.weight), (2, states.gradient), (1, states.optimizer)):
             kept = (part * counts).sum(axis=1)[layout] / np.where(stacked.zero >= level, share, 1)
             standing += kept

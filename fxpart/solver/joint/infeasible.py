@@ -171,10 +171,12 @@ def _certain(problem: JointProblem) -> Iterator[str]:
 
 def _shape(problem: JointProblem, option: int) -> str:
     """Return a description of an option: devices and pool, and values that are not defaults."""
-    data, tensor, expert, zero, recompute, context = degrees(problem, option)
+    data, tensor, expert, zero, recompute, context, shards = degrees(problem, option)
     one = problem.options[option]
     texts = [f"dp={data}", f"tp={tensor}", f"ep={expert}", f"zero={zero}"]
     shown = [w for w, v in zip(texts, (data - 1, tensor - 1, expert - 1, zero), strict=True) if v]
+    if shards:
+        shown.append(f"shard_degree={shards}")
     if context > 1:
         shown.append(f"cp={context}")
     if recompute != "none":

@@ -214,7 +214,7 @@ class IntervalTables:
 
     def _parameters(self, option: ParallelOption) -> _IntervalParameters:
         layout = self.problem.layouts[option.layout]
-        shares = option.data, option.data // layout.expert
+        shares = option.shards(layout)
         whole = {part: self._whole(layout, part) for part, _ in _CUT_FROM}
         kept = {
             part: -(-whole[part][0] // shares[0]) + -(-whole[part][1] // shares[1])

@@ -37,7 +37,7 @@ def _can(problem: JointProblem, option: ParallelOption) -> bool:
 def _spread(problem: JointProblem, option: ParallelOption) -> list[float]:
     """Return bytes by kind on all devices of a stage with this option."""
     layout = problem.layouts[option.layout]
-    shares = {"dense": option.data, "experts": option.data // layout.expert}
+    shares = dict(zip(("dense", "experts"), option.shards(layout), strict=True))
     total = [float(b) for b in layout.buffer]
     for name, share in shares.items():
         state: ParameterFootprint | None = getattr(layout, name)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import fsum
+from typing import NamedTuple
 
 import msgspec
 
@@ -294,7 +295,7 @@ def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
         if taken > pool.devices
     )
     if problem.uniform and len({uniform_degrees(problem, o) for o in choice.options}) > 1:
-        faults.append("stages of different degrees or ZeRO levels")
+        faults.append("stages of different degrees, ZeRO levels or shard degrees")
     return faults
 
 
@@ -311,15 +312,28 @@ def _strayed(problem: JointProblem, choice: JointChoice) -> list[str]:
     return faults
 
 
-def degrees(problem: JointProblem, option: int) -> tuple[int, int, int, int, str, int]:
-    """Return (data, tensor, expert, ZeRO, recompute, context) of an option."""
+class Degrees(NamedTuple):
+    """The degrees of an option; shard_degree: as in a :class:`ParallelOption`."""
+
+    data: int
+    tensor: int
+    expert: int
+    zero: int
+    recompute: str
+    context: int
+    shard_degree: int = 0
+
+
+def degrees(problem: JointProblem, option: int) -> Degrees:
+    """Return the degrees of an option."""
     o = problem.options[option]
     layout = problem.layouts[o.layout]
     tensor = layout.tensor // layout.context
-    return (o.data, tensor, layout.expert, o.zero, o.recompute, layout.context)
+    return Degrees(
+        o.data, tensor, layout.expert, o.zero, o.recompute, layout.context, o.shard_degree
+    )
 
 
-def uniform_degrees(problem: JointProblem, option: int) -> tuple[int, int, int, int, int]:
-    """Return what stages of a uniform problem share: (data, tensor, expert, ZeRO, context)."""
-    data, tensor, expert, zero, _, context = degrees(problem, option)
-    return data, tensor, expert, zero, context
+def uniform_degrees(problem: JointProblem, option: int) -> Degrees:
+    """Return what stages of a uniform problem share: all degrees, without the recompute mode."""
+    return degrees(problem, option)._replace(recompute="none")

@@ -118,17 +118,25 @@ class ParallelOption(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fie
     (all-reduce; with ZeRO reduce-scatter). gather: ZeRO's all-gather of weights, linear in bytes of
     weight on one rank: per step with ZeRO 1 and 2, in each forward and each backward of a
     microbatch with 3. reduce_experts, gather_experts: the same for the experts' parameters.
+    shard_degree: under hybrid sharding the number of replicas that share one set of ZeRO's shards,
+    a divisor of data; ``gather`` is over these, and ``reduce`` includes the all-reduce of a shard
+    over the others. 0: all replicas share one. With distributed experts it is 0.
     """
 
     pool: int
     layout: int
     data: int
     zero: Literal[0, 1, 2, 3] = 0
+    shard_degree: int = 0
     recompute: Recompute = "none"
     reduce: LinearCost = LinearCost()
     gather: LinearCost = LinearCost()
     reduce_experts: LinearCost = LinearCost()
     gather_experts: LinearCost = LinearCost()
+
+    def shards(self, layout: ParallelLayout) -> tuple[int, int]:
+        """Return the replicas that share ZeRO's shards of dense parameters, and of experts."""
+        return self.shard_degree or self.data, self.data // layout.expert
 
 
 class StageBoundary(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -186,9 +194,9 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     can need; an option without one cannot be chosen with that count (nor if data * m exceeds the
     batch). no_cut_after: no stage may end after these blocks; cut_after: a stage must end after
     these. pins: constraints. virtual: stages per rank that "interleaved" may use. uniform: every
-    stage has the same data, tensor and expert degree and ZeRO level. weights: the weight
-    mode of "async". worst: all devices and links were priced as the slowest of them. Bubble and
-    memory of the schedules: :mod:`fxpart.solver.schedule_costs`.
+    stage has the same data, tensor and expert degree, ZeRO level and shard degree. weights: the
+    weight mode of "async". worst: all devices and links were priced as the slowest of them. Bubble
+    and memory of the schedules: :mod:`fxpart.solver.schedule_costs`.
     """
 
     format: Literal["fxpart-joint-problem"] = "fxpart-joint-problem"

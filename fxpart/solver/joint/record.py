@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import inf
 from typing import TypeAlias
 
-from fxpart.solver.joint.objective import JointScorer, degrees
+from fxpart.solver.joint.objective import Degrees, JointScorer, degrees
 from fxpart.solver.joint.problem import JointChoice
 
 ALTERNATIVES = 8  # alternative choices in a solution
-Sort: TypeAlias = tuple[int, int, str, int, tuple[tuple[int, int, int, int, str, int], ...]]
+Sort: TypeAlias = tuple[int, int, str, int, tuple[Degrees, ...]]
 
 
 class JointRecord:

@@ -29,8 +29,7 @@ class StageState:
     ) -> None:
         """kinds: of each of the stage's blocks; ties: those in the stage."""
         self.layout, self.option, self.kinds, self.ties = layout, option, kinds, ties
-        # replicas of dense parameters, of experts
-        self.shares = option.data, option.data // layout.expert
+        self.shares = option.shards(layout)
 
     def whole(self, part: Part) -> tuple[int, int]:
         """Return bytes before ZeRO: dense ones with ties, and experts'."""

@@ -166,7 +166,7 @@ class JointTables:
         saved = _summed(s.activation[work], s.kinds)
         needs = saved[:, runs.last + 1] - saved[:, runs.first]
         for level, part in ((3, "weight"), (2, "gradient"), (1, "optimizer")):
-            for which, shares in ((0, s.data), (1, s.experts_share)):
+            for which, shares in ((0, s.dense_share), (1, s.experts_share)):
                 share = np.where(zero >= level, shares[options][:, None], 1)
                 needs += self._sizes[part][which][layout] // share
         return needs
@@ -214,7 +214,7 @@ class JointTables:
         t += s.transfer.inverse[pool] * moved
         once, gathers = np.zeros_like(t), np.zeros_like(t)
         parts: tuple[tuple[int, Ints, LinearCosts, LinearCosts], ...] = (
-            (0, s.data, s.reduce, s.gather),
+            (0, s.dense_share, s.reduce, s.gather),
             (1, s.experts_share, s.reduce_experts, s.gather_experts),
         )
         for which, shares, reduce, gather in parts:
@@ -256,7 +256,7 @@ class JointTables:
         kept = []
         for level, part in ((3, "weight"), (2, "gradient"), (1, "optimizer")):
             dense, experts = (self._of(part, which, layout, cls) for which in (0, 1))
-            cut = -(-dense // s.data[option]) - (-experts // s.experts_share[option])
+            cut = -(-dense // s.dense_share[option]) - (-experts // s.experts_share[option])
             kept.append(np.where(zero >= level, cut, dense + experts))
         each = self._run(_summed(s.activation, s.kinds), pairs.work, cls)
         each += s.rows[pairs.work] * runs.stored[cls] + runs.stored_fixed[cls]

@@ -96,6 +96,14 @@ def _options(problem: JointProblem) -> Iterator[_Fault]:
             problem.layouts[one.layout].expert < 1 or one.data % problem.layouts[one.layout].expert
         ):
             yield f"{where}.data", "The layout's expert degree does not divide it."
+        elif one.shard_degree and (
+            not 1 < one.shard_degree < one.data
+            or one.data % one.shard_degree
+            or problem.layouts[one.layout].expert > 1
+            or not one.zero
+        ):
+            why = "It is no divisor of the replicas above 1, or there is no ZeRO or are experts."
+            yield f"{where}.shard_degree", why
 
 
 def _layouts(problem: JointProblem) -> Iterator[_Fault]:

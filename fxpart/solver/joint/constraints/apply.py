@@ -15,7 +15,8 @@ from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointProblem, ParallelOption, StagePin
 from fxpart.solver.schedule_costs import has_pieces
 
-_DEGREES = ("dp", "tp", "ep", "zero", "recompute", "cp")  # in the order of objective.degrees
+# In the order of objective.Degrees.
+_DEGREES = ("dp", "tp", "ep", "zero", "recompute", "cp", "shard_degree")
 
 
 def apply_constraints(problem: JointProblem, constraints: Iterable[PlanConstraint]) -> JointProblem:
