@@ -14,7 +14,7 @@ import click
 from fxpart.checkpoint.run_directory import RunDir
 from fxpart.checkpoint.run_lock import check_unlocked
 from fxpart.cli import output
-from fxpart.cli.options import Command, CommandLineRequest
+from fxpart.cli.options import Command, CommandLineRequest, sign_option
 from fxpart.elastic.progress import read_saved_step
 from fxpart.elastic.rank_bounds import RankBounds
 from fxpart.elastic.slow_rank_report import SlowRankReport, write_slow_rank_report
@@ -39,6 +39,7 @@ class ResumableRunOptions:
     copies: bool = False
     rebalance: bool = False
     on_nonfinite: str = "warn"
+    sign: str | None = None
 
     @property
     def run(self) -> RunDir:
@@ -52,6 +53,7 @@ class ResumableRunOptions:
             "--stop-on-failed-save": self.strict, "--copies": self.copies,
             "--rebalance": self.rebalance,
             "--on-nonfinite": None if self.on_nonfinite == "warn" else self.on_nonfinite,
+            "--sign": self.sign,
         }  # fmt: skip
 
 
@@ -78,6 +80,7 @@ _OPTIONS = (
         type=click.Choice(("warn", "skip", "stop", "rollback")),
         help="Reaction to a loss or gradient that is not finite.  [default: warn]",
     ),
+    sign_option("Sign checkpoints with the secret key in this file, and resume from no others."),
     click.option("--rebalance", is_flag=True, help="Plan again if a rank has become slow."),
 )
 
@@ -95,7 +98,7 @@ def parse_run_options(options: dict[str, Any], *, traced: bool) -> ResumableRunO
     Raises FXP109 for options that exclude each other.
     """
     folder = options.pop("folder")
-    names = ("every", "keep", "stop_on_failed_save", "copies", "rebalance", "on_nonfinite")
+    names = ("every", "keep", "stop_on_failed_save", "copies", "rebalance", "on_nonfinite", "sign")
     given = {name: value for name in names if (value := options.pop(name))}
     if folder is None:
         if given:
@@ -199,8 +202,9 @@ def fit(
     from fxpart.runtime.training_run import Checkpoints
 
     checkpoints = Checkpoints(
-        kept.folder, every=kept.every, keep=kept.keep, strict=kept.strict, copies=kept.copies
-    )
+        kept.folder, every=kept.every, keep=kept.keep, strict=kept.strict, copies=kept.copies,
+        sign=kept.sign,
+    )  # fmt: skip
     printer = _StepPrinter(as_json)
     callbacks: list[Any] = [printer] if first else []
     if first and kept.rebalance:

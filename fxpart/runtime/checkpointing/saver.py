@@ -19,6 +19,7 @@ from fxpart.checkpoint import folder, manifest_merge
 from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.manifest_codec import digest
 from fxpart.checkpoint.reader import Checkpoint
+from fxpart.checkpoint.signature import KeySource, SigningKey
 from fxpart.checkpoint.writer import PLAN, write_rank, write_text
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.checkpointing.snapshot import (
@@ -95,6 +96,7 @@ class Saver:
         strict: bool = False,
         patience: float = 60.0,
         fence: Callable[[], None] | None = None,
+        key: SigningKey | None = None,
     ) -> None:
         """Create a saver; every rank creates one with the same arguments.
 
@@ -102,7 +104,7 @@ class Saver:
         plan_text: those of the trainer by default. copies: replicates each checkpoint. strict:
         raise FXP513 on every rank if a save has failed. patience: least seconds that ranks wait for
         each other's files. fence: called before each write; raises FXP521 once another process has
-        resumed the run.
+        resumed the run. key: signs each checkpoint.
         """
         self.root = Path(root).absolute()
         self.last: int | None = None
@@ -116,6 +118,7 @@ class Saver:
         self._strict = strict
         self._patience = patience
         self._check_fence = fence or (lambda: None)
+        self._key = key
         self._staging = StagingBuffers()
         self._job: _SaveJob | None = None
 
@@ -178,7 +181,7 @@ class Saver:
 
         def read() -> None:
             with contextlib.suppress(FxpartError):
-                intact.append(not Checkpoint.open(path).verify(share=share))
+                intact.append(not Checkpoint.open(path, self._key).verify(share=share))
 
         reader = threading.Thread(target=read, name="confirm", daemon=True)
         reader.start()
@@ -290,13 +293,15 @@ class Saver:
             )
             final, manifest = self._commit(job, partial, shared)
             if self._keep:
-                folder.prune(self.root, self._keep, generation=self._generation, step=job.step)
+                folder.prune(
+                    self.root, self._keep, generation=self._generation, step=job.step, key=self._key
+                )
         else:
             # A damaged checkpoint of the same step may exist there until it is replaced.
             done = (final / NAME).exists
             self._wait_for(job, limit, partial, lambda: not partial.exists() and done())
             if self._replicator is not None:
-                manifest = Checkpoint.open(final).manifest
+                manifest = Checkpoint.open(final, self._key).manifest
         if self._replicator is not None and manifest is not None:
             self._check_fence()
             self._replicator.keep(job.step, final, manifest)
@@ -319,7 +324,7 @@ class Saver:
             extra=job.extra,
         )  # fmt: skip
         self._check_fence()
-        return folder.commit(partial, manifest), manifest
+        return folder.commit(partial, manifest, self._key), manifest
 
     def _wait_for(self, job: _SaveJob, limit: float, partial: Path, is_done: Any) -> None:
         """Wait for a condition; FXP513 if a rank has failed or after the time limit."""
@@ -358,7 +363,7 @@ class Saver:
         return f"{self.root}, rank {self._trainer.rank}"
 
 
-def save_once(trainer: Trainer, root: Path, extra: dict[str, Any]) -> Path:
+def save_once(trainer: Trainer, root: Path, extra: dict[str, Any], sign: KeySource = None) -> Path:
     """Implement :meth:`fxpart.runtime.trainer.Trainer.save_checkpoint`."""
     flush_before_snapshot(
         trainer
@@ -367,14 +372,14 @@ def save_once(trainer: Trainer, root: Path, extra: dict[str, Any]) -> Path:
     root = root.absolute()
     final = root / folder.step_name(step)
 
-    def check() -> tuple[None, str]:
+    def check() -> tuple[SigningKey | None, str]:
         if trainer.rank == 0 and final.exists():
             fix = "use another folder, or remove it"
             raise error("FXP513", where=str(final), why="the checkpoint exists already", fix=fix)
-        return None, f"step {step} {root}"
+        return SigningKey.load(sign), f"step {step} {root}"
 
-    agree(trainer.transport, "where a checkpoint is saved", check)
-    Saver(trainer, root, keep=0, strict=True).save(step, extra, wait=True)
+    key = agree(trainer.transport, "where a checkpoint is saved", check)
+    Saver(trainer, root, keep=0, strict=True, key=key).save(step, extra, wait=True)
     return final
 
 
