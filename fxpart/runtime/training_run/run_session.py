@@ -21,6 +21,7 @@ from fxpart.diagnostics.rank_event import LEFT
 from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem
 from fxpart.runtime import heartbeat
+from fxpart.runtime.monitor.nonfinite_guard import find_nonfinite_state
 from fxpart.runtime.training_run import generations
 from fxpart.runtime.training_run.generations import GenerationFence
 from fxpart.runtime.training_run.ledger import LedgerGeneration, LedgerRollback, LedgerUpdate
@@ -304,9 +305,10 @@ class RunSession:
         self._warn_failed_saves()
 
     def _is_finite(self) -> bool:
-        """Return whether no rank's last update had a non-finite loss or gradient."""
+        """Return whether no rank has non-finite state, or a last update with such a gradient."""
         guard, transport = self._fit.guard, self._fit.transport
-        mine = guard is None or not guard.applied
+        applied = guard is not None and guard.applied
+        mine = not applied and not find_nonfinite_state(self._fit.trainer)
         with convert_transport_errors(transport, "saving a checkpoint"):
             return all(row[0] for row in transport.exchange([int(mine)]))
 
