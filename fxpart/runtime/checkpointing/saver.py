@@ -19,6 +19,7 @@ from fxpart.checkpoint import folder, manifest_merge
 from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.manifest_codec import digest
 from fxpart.checkpoint.reader import Checkpoint
+from fxpart.checkpoint.run_directory import RunDir
 from fxpart.checkpoint.signature import KeySource, SigningKey
 from fxpart.checkpoint.writer import PLAN, write_rank, write_text
 from fxpart.errors import FxpartError, error
@@ -42,10 +43,8 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.02  # seconds between two checks of the folder
 _EXCHANGE_SECONDS = 1.0  # seconds between exchanges of ranks that wait for a save
-_SNAPSHOT_EVENT, _WAIT_EVENT = (
-    "taking a checkpoint",
-    "a checkpoint",
-)  # names of flight recorder events
+# names of flight recorder events
+_SNAPSHOT_EVENT, _WAIT_EVENT = "taking a checkpoint", "a checkpoint"
 
 
 class CheckpointReplicator(Protocol):
@@ -365,17 +364,18 @@ class Saver:
 
 def save_once(trainer: Trainer, root: Path, extra: dict[str, Any], sign: KeySource = None) -> Path:
     """Implement :meth:`fxpart.runtime.trainer.Trainer.save_checkpoint`."""
-    flush_before_snapshot(
-        trainer
-    )  # first: update counts are equal on all ranks only without minibatches in flight
+    # First: update counts are equal on all ranks only without minibatches in flight.
+    flush_before_snapshot(trainer)
     step = trainer.updates
     root = root.absolute()
     final = root / folder.step_name(step)
 
     def check() -> tuple[SigningKey | None, str]:
-        if trainer.rank == 0 and final.exists():
-            fix = "use another folder, or remove it"
-            raise error("FXP513", where=str(final), why="the checkpoint exists already", fix=fix)
+        run = RunDir(root.parent)
+        of_run = root == run.checkpoints and run.generations.exists()
+        if trainer.rank == 0 and (of_run or final.exists()):
+            why = "a run resumes from that folder" if of_run else "the checkpoint exists already"
+            raise error("FXP513", where=str(final), why=why, fix="use another folder")
         return SigningKey.load(sign), f"step {step} {root}"
 
     key = agree(trainer.transport, "where a checkpoint is saved", check)

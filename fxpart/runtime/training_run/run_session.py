@@ -108,6 +108,12 @@ class RunSession:
             apply = partial(apply_request, fit, self._request, from_json_value(extra.get(REQUEST)))
             agree(fit.transport, "the options of the resumed run", lambda: (apply(), ""))
             self.resumed, self._saved_step = True, fit.step
+        elif self._journal is not None and self._journal.reached:
+            warnings.warn(
+                f"{self._run.ledger} has {self._journal.reached} steps, but there is no "
+                "checkpoint: the run begins again with step 1",
+                stacklevel=4,
+            )
         self._saver = Saver(
             fit.trainer, self._run.checkpoints, keep=self.options.keep,
             generation=start.generation, strict=self.options.strict, copies=self._replicas,
