@@ -69,7 +69,7 @@ class SigningKey:
             raise self._mismatch(folder, "it was signed with another key, or changed afterwards")
 
     def _mismatch(self, folder: Path, why: str) -> FxpartError:
-        fix = "use the key that it was signed with; if it was changed, do not load it"
+        fix = "use the key that it was signed with; remove it if it was changed"
         return error("FXP524", where=f"{folder}, --sign {self.path}", why=why, fix=fix)
 
 

@@ -13,6 +13,7 @@ import click
 
 from fxpart.checkpoint.run_directory import RunDir
 from fxpart.checkpoint.run_lock import check_unlocked
+from fxpart.checkpoint.signature import SigningKey
 from fxpart.cli import output
 from fxpart.cli.options import Command, CommandLineRequest, sign_option
 from fxpart.elastic.progress import read_saved_step
@@ -20,6 +21,7 @@ from fxpart.elastic.rank_bounds import RankBounds
 from fxpart.elastic.slow_rank_report import SlowRankReport, write_slow_rank_report
 from fxpart.environment import Launch, is_launched_by_fxpart
 from fxpart.errors import EXIT_INCOMPLETE, error
+from fxpart.files import read_bytes
 
 if TYPE_CHECKING:
     from fxpart.runtime.callbacks import Event, StepInfo
@@ -143,6 +145,8 @@ def on_ranks(
     queues do not support.
     """
     queue = options.get("--routing") == "queue"
+    if kept is not None:
+        _check_signature(kept)
     if kept is None or queue:
         from fxpart.cli.process_launch import run_on
 
@@ -155,6 +159,23 @@ def on_ranks(
 
     more = {**options, **kept.options()}
     return run_supervised(request, bounds, kept.run, more, steps, as_json, rebalance=kept.rebalance)
+
+
+def _check_signature(kept: ResumableRunOptions) -> None:
+    """Verify the newest checkpoint before ranks start, so that the error is printed once. FXP524.
+
+    The ranks verify it again, and whatever they load.
+    """
+    from fxpart.checkpoint.folder import list_complete
+    from fxpart.checkpoint.manifest import NAME
+    from fxpart.checkpoint.manifest_codec import LARGEST
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first rank reports a key file that others can read
+        key = SigningKey.load(kept.sign)
+    for path in list_complete(kept.run.checkpoints)[:1] if key is not None else ():
+        with suppress(OSError):  # a damaged checkpoint is passed over
+            key.check(path, read_bytes(path / NAME, LARGEST))
 
 
 def _check_queued(bounds: RankBounds, kept: ResumableRunOptions) -> None:

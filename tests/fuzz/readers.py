@@ -129,7 +129,7 @@ READERS: dict[str, Reader] = {
     "signature": Reader(
         runs.beside("manifest.sig", runs.signed, runs.read_signed),
         runs.of(runs.signed, "manifest.sig", "text"),
-        ("checkpoint.signature.SigningKey.check",),
+        ("checkpoint.signature.SigningKey.check", "cli.resumable_run._check_signature"),
     ),
     "signing-key": Reader(
         in_file("some.key", runs.read_key), runs.keys, ("checkpoint.signature.SigningKey.load",)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import heard, new_trainer, rows, same, train
+from run_folders import heard, new_trainer, rows, run_commands, same, start_command, train
 
 from fxpart.checkpoint import folder
 from fxpart.checkpoint.signature import SIGNATURE
@@ -99,6 +99,20 @@ def test_single_checkpoints(tmp_path: Path) -> None:
         assert same(trainer.state_dict(), before)
     finally:
         trainer.close()
+
+
+@pytest.mark.slow
+def test_the_command_line(tmp_path: Path) -> None:
+    """With another key no rank is started, and one error is printed."""
+    key, other = write_key(tmp_path / "key"), write_key(tmp_path / "other", "o")
+    ended = []
+    for given, steps in ((key, 2), (other, 4), (key, 4)):
+        command = start_command(
+            tmp_path / "nets.py", tmp_path / "run", steps, "--nproc", "2", "--sign", str(given)
+        )
+        (output,) = run_commands([command])
+        ended.append((command.returncode, output.count("FXP524  "), "starting" in output))
+    assert ended == [(0, 0, True), (2, 1, False), (0, 0, True)]
 
 
 def test_sign_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
