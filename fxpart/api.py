@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from fxpart.annotations import dump_annotations
 from fxpart.capture import CapturedModel
+from fxpart.checkpoint.signature import KeySource
 from fxpart.cluster.model import Cluster
 from fxpart.codegen.generated_program import (
     GeneratedProgram,
@@ -369,9 +370,12 @@ class Program:
         count = microbatches or self.plan.microbatches
         return plan_schedule(self.plan, microbatches=count)
 
-    def export(self, directory: str | Path) -> tuple[Path, ...]:
-        """Write plan, stage modules, actions and manifest to ``directory``; return the files."""
-        return write_program(self.plan, self.parts, directory)
+    def export(self, directory: str | Path, *, sign: KeySource = None) -> tuple[Path, ...]:
+        """Write plan, stage modules, actions and manifest to ``directory``; return the files.
+
+        sign: a file with a secret key, which signs the manifest.
+        """
+        return write_program(self.plan, self.parts, directory, sign)
 
     @property
     def parts(self) -> GeneratedProgram:

@@ -79,6 +79,7 @@ CODES: dict[str, tuple[str, int]] = {
     "FXP521": ("another process runs the run", EXIT_INPUT),
     "FXP522": ("the last state of the run is not saved", EXIT_INCOMPLETE),
     "FXP523": ("the loss or a gradient is not finite", EXIT_INCOMPLETE),
+    "FXP524": ("a signature is missing or does not match", EXIT_INPUT),
     # 6xx: the environment
     "FXP601": ("a needed package is missing or too old", EXIT_ENVIRONMENT),
     "FXP602": ("torch.distributed is not usable here", EXIT_ENVIRONMENT),

@@ -15,6 +15,7 @@ from pathlib import Path
 from fxpart.checkpoint import files, manifest_codec
 from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.reader import Checkpoint, Progress
+from fxpart.checkpoint.signature import SIGNATURE, SigningKey
 from fxpart.errors import FxpartError, Problem, error
 
 _STEP = re.compile(r"step-(\d{10,18})")
@@ -44,11 +45,11 @@ def begin(root: Path, step: int, generation: int) -> Path:
     return partial
 
 
-def commit(partial: Path, manifest: CheckpointManifest) -> Path:
+def commit(partial: Path, manifest: CheckpointManifest, key: SigningKey | None = None) -> Path:
     """Complete a checkpoint: write its manifest, then rename; return its folder. By one rank.
 
     All ranks' files must exist, which is checked. An intact checkpoint of the same step is kept and
-    this one deleted; a damaged one is moved aside. FXP513.
+    this one deleted; a damaged one is moved aside. key: signs the manifest. FXP513.
     """
     root = partial.parent
     final = root / step_name(manifest.step)
@@ -59,10 +60,13 @@ def commit(partial: Path, manifest: CheckpointManifest) -> Path:
         for path in partial.iterdir():  # rank manifests are merged into the manifest
             if path.name != NAME and path.name not in manifest.files:
                 path.unlink()
+        if key is not None:
+            with files.create_file(partial / SIGNATURE) as file:
+                files.write(file, key.sign(data))
         files.sync_folder(partial)
         _check_complete(partial)
         if final.is_dir():
-            if _open(final, verify=True) is not None:
+            if _open(final, verify=True, key=key) is not None:
                 shutil.rmtree(partial)
                 return final
             _move_aside(final, "damaged")
@@ -132,13 +136,15 @@ def prune(
     step: int | None = None,
     verify: bool = False,
     dry: bool = False,
+    key: SigningKey | None = None,
 ) -> list[Path]:
     """Remove all but the newest ``keep`` readable checkpoints, and remains of earlier generations.
 
     The newest one with finite state is kept, too. Damaged ones do not count; those newer than the
     oldest kept one stay for inspection. Return the removed folders. step: of the checkpoint just
     saved; later ones do not count, because the run has resumed before them. verify: compare all
-    digests of those that count. dry: remove nothing. FXP513 if removal fails.
+    digests of those that count. dry: remove nothing. key: those that it has not signed count as
+    damaged. FXP513 if removal fails.
     """
     assert keep >= FEWEST, f"at least {FEWEST} are kept"
     dropped: list[Path] = []
@@ -147,14 +153,14 @@ def prune(
         for path in list_complete(root):
             if kept >= keep:
                 # Of a run whose state is not finite any more, the last finite one is kept, too.
-                last = None if finite else _open(path, verify=verify)
+                last = None if finite else _open(path, verify=verify, key=key)
                 if last is not None and last.manifest.is_finite:
                     finite = True
                 else:
                     dropped.append(path)
             elif step is not None and step_of(path) > step:
                 continue
-            elif (found := _open(path, verify=verify)) is not None:
+            elif (found := _open(path, verify=verify, key=key)) is not None:
                 kept += 1
                 finite = finite or found.manifest.is_finite
         leftovers = _list_leftovers(root, generation)
@@ -217,10 +223,10 @@ def set_aside(path: Path) -> None:
         _move_aside(path, "damaged")
 
 
-def _open(path: Path, *, verify: bool) -> Checkpoint | None:
+def _open(path: Path, *, verify: bool, key: SigningKey | None) -> Checkpoint | None:
     """Return a readable checkpoint; verify: compare all digests."""
     try:
-        found = Checkpoint.open(path)
+        found = Checkpoint.open(path, key)
         return None if verify and found.verify() else found
     except FxpartError:
         return None

@@ -34,6 +34,7 @@ from fxpart.checkpoint.regions import (
     overlap,
 )
 from fxpart.checkpoint.safetensors_header import SafetensorsEntry
+from fxpart.checkpoint.signature import SigningKey
 from fxpart.checkpoint.writer import PLAN
 from fxpart.errors import FxpartError, Problem, error
 
@@ -54,13 +55,14 @@ class Checkpoint:
     skipped: tuple[Problem, ...] = ()
 
     @classmethod
-    def open(cls, path: str | Path) -> Checkpoint:
+    def open(cls, path: str | Path, key: SigningKey | None = None) -> Checkpoint:
         """Read the manifest and every header; FXP510 with all problems, tensors by name.
 
-        Tensors are verified when they are read, or by :meth:`verify`.
+        Tensors are verified when they are read, or by :meth:`verify`. key: verifies the signature
+        before the manifest is decoded; FXP524.
         """
         folder = Path(path)
-        manifest = _read_manifest(folder)
+        manifest = _read_manifest(folder, key)
         problems = list(islice(manifest_check.manifest_problems(manifest, folder), MOST))
         named = re.fullmatch(r"step-(\d{1,18})", folder.name)
         if named is not None and int(named[1]) != manifest.step:
@@ -213,13 +215,15 @@ class Checkpoint:
         )
 
 
-def _read_manifest(folder: Path) -> CheckpointManifest:
-    """Decode the manifest; FXP510."""
+def _read_manifest(folder: Path, key: SigningKey | None) -> CheckpointManifest:
+    """Decode the manifest; FXP510, FXP524."""
     try:
         with files.open_for_reading(folder / NAME) as (file, size):
             if size > manifest_codec.LARGEST:
                 raise manifest_codec.CorruptManifestError(f"its size is {size} bytes")
             data = files.read(file, size)
+        if key is not None:
+            key.check(folder, data)
         return manifest_codec.decode(data)
     except (OSError, manifest_codec.CorruptManifestError) as cause:
         why = cause.strerror if isinstance(cause, OSError) else ""

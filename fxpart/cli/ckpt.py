@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fxpart.cli import output
-from fxpart.cli.options import json_option
+from fxpart.cli.options import json_option, load_key, sign_option
 from fxpart.errors import FxpartError, Problem, error
 
 if TYPE_CHECKING:
@@ -84,8 +84,9 @@ def inspect(run: str, tensors: bool, as_json: bool) -> int:
 
 @command.command()
 @click.argument("run", type=click.Path())
+@sign_option("Verify signatures with the secret key in this file.")
 @json_option
-def verify(run: str, as_json: bool) -> int:
+def verify(run: str, sign: str | None, as_json: bool) -> int:
     """Compare all tensors of RUN's checkpoints with their digests.
 
     Damaged tensors are listed, and the exit status is then 2.
@@ -94,12 +95,13 @@ def verify(run: str, as_json: bool) -> int:
     from fxpart.checkpoint.reader import Checkpoint
     from fxpart.units import size
 
+    key = load_key(sign)
     problems: list[Problem] = []
     results: list[dict[str, Any]] = []
     for path in folder.find_checkpoints(Path(run)):
         stored: int | None = None
         try:
-            checkpoint = Checkpoint.open(path)
+            checkpoint = Checkpoint.open(path, key)
             stored = checkpoint.size
             with _progress(path.name) as progress:
                 mine = checkpoint.verify(progress)

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from fxpart.cli import output
-from fxpart.cli.options import json_option
+from fxpart.cli.options import json_option, load_key, sign_option
 
 FORMATS = ("fxpart", "hf", "dcp", "paddle", "whole")
 
@@ -48,6 +48,7 @@ FORMATS = ("fxpart", "hf", "dcp", "paddle", "whole")
     show_default=True,
     help="Maximum bytes of a file in an hf or dcp folder.",
 )
+@sign_option("Verify an fxpart SOURCE and sign an fxpart TARGET with the secret key in this file.")
 @json_option
 def convert(
     source: str,
@@ -60,6 +61,7 @@ def convert(
     strategy: str | None,
     config: str | None,
     file_bytes: int,
+    sign: str | None,
     as_json: bool,
 ) -> int:
     """Convert the checkpoint SOURCE to another format in TARGET, bit by bit.
@@ -85,6 +87,7 @@ def convert(
         strategies={} if strategy is None else read_strategies(Path(strategy)),
         config=None if config is None else Path(config),
         file_bytes=file_bytes,
+        key=load_key(sign),
     )
     formats = {name: name for name in exchange.FORMATS}
     with _progress(f"converting {source}") as progress:

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fxpart.cli import output
-from fxpart.cli.options import CommandLineRequest, compile_options, json_option
+from fxpart.cli.options import (
+    CommandLineRequest,
+    compile_options,
+    json_option,
+    load_key,
+    sign_option,
+)
 from fxpart.errors import error
 from fxpart.interop.engines import ENGINES
 
@@ -27,8 +33,11 @@ if TYPE_CHECKING:
     "--to", "engine", metavar="ENGINE",
     help=f"Write the plan for another engine: {', '.join(ENGINES.builtin)}.",
 )  # fmt: skip
+@sign_option("Sign the manifest with the secret key in this file.")
 @json_option
-def command(path: str | None, engine: str | None, as_json: bool, **options: Any) -> int:
+def command(
+    path: str | None, engine: str | None, sign: str | None, as_json: bool, **options: Any
+) -> int:
     """Write plan.json, the manifest and each rank's stages and actions into a folder.
 
     With --to ENGINE, write the configuration of another engine, and list what it cannot express.
@@ -36,6 +45,11 @@ def command(path: str | None, engine: str | None, as_json: bool, **options: Any)
     """
     request = CommandLineRequest(**options)
     if engine is not None:
+        if sign is not None:
+            raise error(
+                "FXP109", where=f"--sign --to {engine}",
+                why="The configuration of another engine is not signed.", fix="Omit --sign.",
+            )  # fmt: skip
         spec = ENGINES.lookup(engine, where=f"--to {engine}")
         _export_configuration(spec, request, path, as_json)
         return 0
@@ -44,8 +58,9 @@ def command(path: str | None, engine: str | None, as_json: bool, **options: Any)
             "FXP109", where="fxpart export", why="No folder is given.",
             fix="Pass -o FOLDER, or --to ENGINE for another engine.",
         )  # fmt: skip
+    key = load_key(sign)
     program = request.compile(request.workload())
-    program.export(path)
+    program.export(path, sign=key)
     _list_files(path, as_json)
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -19,11 +20,27 @@ from fxpart.schedule.weight_modes import MODES
 if TYPE_CHECKING:
     from fxpart.api import PlanProposal, Program
     from fxpart.capture.workload import Workload
+    from fxpart.checkpoint.signature import SigningKey
     from fxpart.plan.model import Plan
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON to stdout.")
+
+
+def sign_option(meaning: str) -> Callable[[Command], Command]:
+    """Return the option --sign. meaning: what the key does."""
+    return click.option("--sign", type=click.Path(), metavar="KEYFILE", help=meaning)
+
+
+def load_key(path: str | None) -> SigningKey | None:
+    """Return the key in a file, and print a warning if others can read it. FXP109."""
+    from fxpart.checkpoint.signature import SigningKey
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: output.note(f"warning: {message}")
+        return SigningKey.load(path)
 
 
 @dataclass(frozen=True)

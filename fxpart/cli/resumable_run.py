@@ -13,13 +13,15 @@ import click
 
 from fxpart.checkpoint.run_directory import RunDir
 from fxpart.checkpoint.run_lock import check_unlocked
+from fxpart.checkpoint.signature import SigningKey
 from fxpart.cli import output
-from fxpart.cli.options import Command, CommandLineRequest
+from fxpart.cli.options import Command, CommandLineRequest, sign_option
 from fxpart.elastic.progress import read_saved_step
 from fxpart.elastic.rank_bounds import RankBounds
 from fxpart.elastic.slow_rank_report import SlowRankReport, write_slow_rank_report
 from fxpart.environment import Launch, is_launched_by_fxpart
 from fxpart.errors import EXIT_INCOMPLETE, error
+from fxpart.files import read_bytes
 
 if TYPE_CHECKING:
     from fxpart.runtime.callbacks import Event, StepInfo
@@ -39,6 +41,7 @@ class ResumableRunOptions:
     copies: bool = False
     rebalance: bool = False
     on_nonfinite: str = "warn"
+    sign: str | None = None
 
     @property
     def run(self) -> RunDir:
@@ -52,6 +55,7 @@ class ResumableRunOptions:
             "--stop-on-failed-save": self.strict, "--copies": self.copies,
             "--rebalance": self.rebalance,
             "--on-nonfinite": None if self.on_nonfinite == "warn" else self.on_nonfinite,
+            "--sign": self.sign,
         }  # fmt: skip
 
 
@@ -78,6 +82,7 @@ _OPTIONS = (
         type=click.Choice(("warn", "skip", "stop", "rollback")),
         help="Reaction to a loss or gradient that is not finite.  [default: warn]",
     ),
+    sign_option("Sign checkpoints with the secret key in this file, and resume from no others."),
     click.option("--rebalance", is_flag=True, help="Plan again if a rank has become slow."),
 )
 
@@ -95,7 +100,7 @@ def parse_run_options(options: dict[str, Any], *, traced: bool) -> ResumableRunO
     Raises FXP109 for options that exclude each other.
     """
     folder = options.pop("folder")
-    names = ("every", "keep", "stop_on_failed_save", "copies", "rebalance", "on_nonfinite")
+    names = ("every", "keep", "stop_on_failed_save", "copies", "rebalance", "on_nonfinite", "sign")
     given = {name: value for name in names if (value := options.pop(name))}
     if folder is None:
         if given:
@@ -140,6 +145,8 @@ def on_ranks(
     queues do not support.
     """
     queue = options.get("--routing") == "queue"
+    if kept is not None:
+        _check_signature(kept)
     if kept is None or queue:
         from fxpart.cli.process_launch import run_on
 
@@ -152,6 +159,23 @@ def on_ranks(
 
     more = {**options, **kept.options()}
     return run_supervised(request, bounds, kept.run, more, steps, as_json, rebalance=kept.rebalance)
+
+
+def _check_signature(kept: ResumableRunOptions) -> None:
+    """Verify the newest checkpoint before ranks start, so that the error is printed once. FXP524.
+
+    The ranks verify it again, and whatever they load.
+    """
+    from fxpart.checkpoint.folder import list_complete
+    from fxpart.checkpoint.manifest import NAME
+    from fxpart.checkpoint.manifest_codec import LARGEST
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first rank reports a key file that others can read
+        key = SigningKey.load(kept.sign)
+    for path in list_complete(kept.run.checkpoints)[:1] if key is not None else ():
+        with suppress(OSError):  # a damaged checkpoint is passed over
+            key.check(path, read_bytes(path / NAME, LARGEST))
 
 
 def _check_queued(bounds: RankBounds, kept: ResumableRunOptions) -> None:
@@ -199,8 +223,9 @@ def fit(
     from fxpart.runtime.training_run import Checkpoints
 
     checkpoints = Checkpoints(
-        kept.folder, every=kept.every, keep=kept.keep, strict=kept.strict, copies=kept.copies
-    )
+        kept.folder, every=kept.every, keep=kept.keep, strict=kept.strict, copies=kept.copies,
+        sign=kept.sign,
+    )  # fmt: skip
     printer = _StepPrinter(as_json)
     callbacks: list[Any] = [printer] if first else []
     if first and kept.rebalance:

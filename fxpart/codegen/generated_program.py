@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from fxpart.checkpoint.signature import KeySource
 from fxpart.codegen.materialization import constants_of
 from fxpart.codegen.mesh_programs.microbatch_graph import divide_graph, divide_sharded_graph
 from fxpart.codegen.mesh_programs.plan_placements import restore_sharding
@@ -141,8 +142,13 @@ def make_schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:
     return make(name, range(len(spec.stages)), microbatches, find_stage_edges(spec))
 
 
-def write_program(plan: Plan, parts: GeneratedProgram, directory: str | Path) -> tuple[Path, ...]:
-    """Write plan, stage modules, actions and manifest to ``directory``; return the files."""
+def write_program(
+    plan: Plan, parts: GeneratedProgram, directory: str | Path, sign: KeySource = None
+) -> tuple[Path, ...]:
+    """Write plan, stage modules, actions and manifest to ``directory``; return the files.
+
+    sign: a file with a secret key, which signs the manifest.
+    """
     schedule = plan_schedule(plan)
     texts = ["\n".join(map(str, actions)) + "\n" for actions in schedule.ranks]
     by_rank = {rank: texts[s] for s, stage in enumerate(plan.stages) for rank in stage.ranks}
@@ -157,6 +163,7 @@ def write_program(plan: Plan, parts: GeneratedProgram, directory: str | Path) ->
         mesh_ranks=[parts.mesh_rank_programs.program(index) for index in mesh_ranks]
         if parts.mesh_rank_programs
         else (),
+        sign=sign,
     )
 
 

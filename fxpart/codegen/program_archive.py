@@ -6,6 +6,7 @@ stage<k>.py: the module of stage k; stage<k>_lane<l>.py: that of mesh rank l, if
 rank<r>.txt: the actions of rank r.
 constants.safetensors: lifted constants and buffers that no checkpoint stores.
 manifest.json: a SHA-256 digest of each of the files above.
+manifest.sig: the signature of manifest.json, if it was exported with a key.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from fxpart.checkpoint.signature import SIGNATURE, KeySource, SigningKey
 from fxpart.codegen.stage_loader import load_stage
 from fxpart.errors import FxpartError, Problem, error, short
 from fxpart.files import from_json, read_bytes
@@ -87,21 +89,24 @@ def export(
     actions: Sequence[str],
     constants: Mapping[str, torch.Tensor] | None = None,
     mesh_ranks: Sequence[tuple[ProgramSpec, Sequence[str]]] = (),
+    sign: KeySource = None,
 ) -> tuple[Path, ...]:
-    """Write a program into a folder and return the files, with the manifest last.
+    """Write a program into a folder and return the files, with manifest and signature last.
 
     plan: the plan's text. sources: the module text of each stage. actions: the text for each rank.
     mesh_ranks: description and texts of the other mesh ranks, for stages on several ranks. The
     files are written to a temporary folder, which is then renamed, so that readers never see a mix
-    of two programs. The same input gives the same bytes. Raise FXP603 if the folder contains other
-    files or cannot be written.
+    of two programs. The same input gives the same bytes. sign: a file with a secret key, which
+    signs the manifest. Raise FXP603 if the folder contains other files or cannot be written.
     """
-    target = Path(directory).absolute()
+    target, key = Path(directory).absolute(), SigningKey.load(sign)
     files = _contents(plan, spec, sources, actions, constants or {})
     for index, (own, texts) in enumerate(mesh_ranks, start=1):
         files.update(_mesh_rank_files(index, own, texts, spec, sources))
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     files[MANIFEST] = _json(ProgramManifest(files=digests))
+    if key is not None:
+        files[SIGNATURE] = key.sign(files[MANIFEST])
     try:
         _replace(target, files)
     except OSError as cause:
@@ -178,7 +183,7 @@ def _ours(target: Path) -> bool:
     """Return whether a folder may be replaced: it is empty or contains only an exported program."""
     if not target.is_dir() or target.is_symlink():
         return False
-    names = {entry.name for entry in target.iterdir()} - {"__pycache__"}
+    names = {entry.name for entry in target.iterdir()} - {"__pycache__", SIGNATURE}
     return not names or (MANIFEST in names and all(_PLAIN.fullmatch(name) for name in names))
 
 
@@ -187,14 +192,16 @@ def load_exported(
     *,
     stages: Iterable[int] | None = None,
     device: str | torch.device = "cpu",
+    sign: KeySource = None,
 ) -> ProgramArchive:
     """Load an exported program. ``stages``: the modules to load, all by default.
 
     All digests are verified before anything is executed, and exactly the verified bytes are used.
-    Raise FXP505 with each file that is missing or changed.
+    Raise FXP505 with each file that is missing or changed. sign: a file with a secret key; FXP524
+    if it has not signed the program.
     """
     folder = Path(directory)
-    files = _verified(folder)
+    files = _verified(folder, SigningKey.load(sign))
     try:
         spec = from_json(files["program.json"], ProgramSpec)
         constants = safetensors.torch.load(files.get("constants.safetensors", _EMPTY))
@@ -212,11 +219,14 @@ def load_exported(
 _EMPTY = safetensors.torch.save({})
 
 
-def _verified(folder: Path) -> dict[str, bytes]:
+def _verified(folder: Path, key: SigningKey | None) -> dict[str, bytes]:
     """Return the bytes of every file of the manifest, after checking its digest."""
     path = folder / MANIFEST
     try:
-        manifest = from_json(read_bytes(path, _LARGEST), ProgramManifest)
+        data = read_bytes(path, _LARGEST)
+        if key is not None:
+            key.check(folder, data)
+        manifest = from_json(data, ProgramManifest)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
         raise _changed(folder, f"{MANIFEST} cannot be read: {cause}") from cause
     files: dict[str, bytes] = {}

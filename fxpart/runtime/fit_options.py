@@ -100,7 +100,7 @@ class FitOptions:
             problem = (
                 f"nonfinite={self.nonfinite!r}",
                 "each stage updates by itself",
-                'use "warn" or "skip"',
+                'use "warn" or "skip"' if skips else 'use "warn"',
             )
         elif self.nonfinite == "skip" and not skips:
             problem = (

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fxpart.checkpoint.signature import KeySource
 from fxpart.errors import error
 from fxpart.runtime.asynchronous.pipeline import AsyncPipeline
 from fxpart.runtime.asynchronous.stage_report import StageReport
@@ -203,7 +204,13 @@ class Trainer(Inference):
         ordered.update({a: ordered[m] for a, m in self.spec.aliases.items() if m in ordered})
         return ordered
 
-    def save_checkpoint(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        sign: KeySource = None,
+    ) -> Path:
         """Write a checkpoint to ``folder/step-NNNNNNNNNN``; return that folder.
 
         It has parameters, buffers, optimizer state and random state, and can be loaded under any
@@ -211,23 +218,24 @@ class Trainer(Inference):
         :meth:`load_checkpoint` returns. The folder is created atomically, next to earlier ones.
         Ranks write their own parts in parallel to the shared folder. Every rank must call it,
         between two updates; an asynchronous pipeline is flushed. FXP513 on every rank if it cannot
-        be written, or the step already exists.
+        be written, or the step already exists. sign: a file with a secret key, which signs it.
         """
         from fxpart.runtime.checkpointing.saver import save_once
 
-        return save_once(self, Path(folder), dict(extra or {}))
+        return save_once(self, Path(folder), dict(extra or {}), sign)
 
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, *, sign: KeySource = None) -> dict[str, Any]:
         """Restore a checkpoint of any plan; return its ``extra`` data.
 
         path: a checkpoint, or a folder of several (or of a run), whose newest complete one is used.
         Each rank reads what it needs, one tensor at a time. Every rank must call it. Raises the
         same error on all ranks: FXP510 and FXP511 for damaged checkpoints, FXP512 for another model
-        or optimizer.
+        or optimizer. sign: a file with a secret key; FXP524 for a checkpoint that it has not
+        signed.
         """
         from fxpart.runtime.checkpointing.loader import load_from
 
-        return load_from(self, Path(path))
+        return load_from(self, Path(path), sign)
 
     def fit(self, batches: Any, **run: Any) -> FitResult:
         """Train over batches, with evaluations, a scheduler, callbacks and early stopping.

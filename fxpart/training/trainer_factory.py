@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpart.accelerator import CUDA, count_accelerators, find_accelerator, get_device_module
+from fxpart.checkpoint.signature import KeySource
 from fxpart.codegen.materialization import constants_of, materialize, unused_state
 from fxpart.codegen.program_archive import load_exported
 from fxpart.codegen.stage_loader import load_stage
@@ -291,16 +292,18 @@ def load_trainer(
     *,
     weights: Any,
     timeout: float | None = None,
+    sign: KeySource = None,
     **options: Any,
 ) -> Trainer:
     """Return a trainer of an exported program, without model, capture or solver.
 
     directory: written by Program.export; every digest is checked before anything is imported
     (FXP505). weights: a safetensors file or folder with original names, a dict of tensors, or a
-    function (name, meta tensor) -> tensor. Other arguments are those of Program.trainer. The
-    trainer has no eval_step, which needs the model.
+    function (name, meta tensor) -> tensor. sign: a file with a secret key; FXP524 if it has not
+    signed the program. Other arguments are those of Program.trainer. The trainer has no eval_step,
+    which needs the model.
     """
-    exported = load_exported(directory, stages=())
+    exported = load_exported(directory, stages=(), sign=sign)
     plan, spec = Plan.loads(exported.plan, str(directory)), exported.spec
     _check_precision(plan)
     placement = _LocalPlacement.of(plan, spec, timeout)

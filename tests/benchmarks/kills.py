@@ -1,11 +1,13 @@
 """Two hundred random kill -9 of ranks: every run ends with the numbers of one left alone.
 
-    python tests/benchmarks/kills.py [--kills 200] [--seed 0] [--only gpt-pipeline4-sync]
+    python tests/benchmarks/kills.py [--kills 200] [--seed 0] [--only gpt-pipeline4-sync] [--aimed]
 
 Two models, a pipeline of 4 and one of 2 with data parallelism of 2, synchronous and asynchronous,
 under torchrun. One rank or two at once, rank 0 too; while they start, meet, read the checkpoint,
 step and save. Losses, samples, final parameters and optimizer state are compared to the bit. Ends
-with status 1 where anything differs.
+with status 1 where anything differs. Every second round (with --aimed, each) has kills before, in
+and after a checkpoint's rename, an append to the ledger and an exchange of the ranks, and of all
+ranks at once.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ def main() -> None:
     own.add_argument("--kills", type=int, default=200)
     own.add_argument("--seed", type=int, default=0)
     own.add_argument("--only", default="", help="one case")
+    own.add_argument("--aimed", action="store_true")
     options = own.parse_args()
     import chaos_kills as chaos
     from chaos_programs import CASES
@@ -37,7 +40,9 @@ def main() -> None:
         case, seed = cases[index % len(cases)], options.seed + index
         with tempfile.TemporaryDirectory() as folder:
             count = min(_AT_ONCE, options.kills - done)
-            found = chaos.compare(case, Path(folder), seed=seed, kills=count)
+            aimed = options.aimed or index // len(cases) % 2
+            moments = chaos.AIMED if aimed else chaos.MOMENTS
+            found = chaos.compare(case, Path(folder), seed=seed, kills=count, moments=moments)
             faults += found.faults()
         made = len(found.shot.killed)
         sys.stderr.write(

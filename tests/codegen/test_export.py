@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,42 @@ def test_a_changed_module_is_never_executed(built: Stages, tmp_path: Path) -> No
     assert caught.value.code == "FXP505"
     assert "stage1.py" in str(caught.value)
     assert not marker.exists()
+
+
+def test_a_signed_program_is_verified_first(built: Stages, tmp_path: Path) -> None:
+    """Whoever can write the folder can make its digests right again, but not its signature."""
+    key, other = tmp_path / "key", tmp_path / "other"
+    for path, letter in ((key, "a"), (other, "b")):
+        path.write_text(letter * 32)
+        path.chmod(0o600)
+    paths = write(built, tmp_path / "a", sign=key)
+    assert [p.name for p in paths[-2:]] == ["manifest.json", "manifest.sig"]
+    load_exported(tmp_path / "a", sign=key)
+    load_exported(tmp_path / "a")
+    marker, manifest = tmp_path / "executed", tmp_path / "a" / "manifest.json"
+    original = manifest.read_bytes()
+    source = (tmp_path / "a" / "stage1.py").read_bytes()
+    (tmp_path / "a" / "stage1.py").write_bytes(source + f"open({str(marker)!r}, 'w')\n".encode())
+    with pytest.raises(FxpartError, match="FXP505"):
+        load_exported(tmp_path / "a", sign=key)
+    changed = json.loads(original)
+    digest = hashlib.sha256((tmp_path / "a" / "stage1.py").read_bytes()).hexdigest()
+    changed["files"]["stage1.py"] = digest
+    manifest.write_text(json.dumps(changed))
+    with pytest.raises(FxpartError, match="FXP524"):
+        load_exported(tmp_path / "a", sign=key)
+    assert not marker.exists()
+    load_exported(tmp_path / "a")
+    assert marker.exists(), "without a key the digests alone decide"
+    manifest.write_bytes(b"{")
+    with pytest.raises(FxpartError, match="FXP524"):
+        load_exported(tmp_path / "a", sign=key)
+    manifest.write_bytes(original)
+    with pytest.raises(FxpartError, match="FXP524"):
+        load_exported(tmp_path / "a", sign=other)
+    write(built, tmp_path / "a")  # replaces the signed program
+    with pytest.raises(FxpartError, match=r"there is no manifest\.sig"):
+        load_exported(tmp_path / "a", sign=key)
 
 
 @pytest.mark.slow

@@ -126,6 +126,14 @@ READERS: dict[str, Reader] = {
         runs.manifests,
         ("checkpoint.reader._read_manifest", "checkpoint.reader.Checkpoint.plan"),
     ),
+    "signature": Reader(
+        runs.beside("manifest.sig", runs.signed, runs.read_signed),
+        runs.of(runs.signed, "manifest.sig", "text"),
+        ("checkpoint.signature.SigningKey.check", "cli.resumable_run._check_signature"),
+    ),
+    "signing-key": Reader(
+        in_file("some.key", runs.read_key), runs.keys, ("checkpoint.signature.SigningKey.load",)
+    ),
     "checkpoint-tensors": Reader(
         runs.beside("rank-00000.safetensors", runs.checkpoint, runs.read_newest),
         runs.tensors,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import random
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -57,6 +58,37 @@ def converted(form: str) -> Files:
 
 def _contents(folder: Path) -> Files:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def read_key(path: Path) -> object:
+    """A key file; that others can read it is not the matter here."""
+    from fxpart.checkpoint.signature import SigningKey
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return SigningKey.load(path)
+
+
+def keys() -> list[Sample]:
+    """A key as text."""
+    return plain("text", "0123456789abcdef" * 4 + "\n")
+
+
+@cache
+def signed() -> Files:
+    """The checkpoint with a signature."""
+    from fxpart.checkpoint.signature import SIGNATURE, SigningKey
+
+    files = checkpoint()
+    return {**files, SIGNATURE: SigningKey("key", b"k" * 32).sign(files["manifest.json"])}
+
+
+def read_signed(folder: Path) -> object:
+    """Open it with the key."""
+    from fxpart.checkpoint.reader import Checkpoint
+    from fxpart.checkpoint.signature import SigningKey
+
+    return Checkpoint.open(folder, SigningKey("key", b"k" * 32))
 
 
 def beside(

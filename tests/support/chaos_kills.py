@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import kill_points
 from ranks import python_path
 
 from fxpart.checkpoint.run_directory import RunDir
@@ -28,6 +29,13 @@ T = TypeVar("T")
 TESTS = Path(__file__).resolve().parents[1]
 RANKS = 4
 MOMENTS = ("start", "meet", "step", "save")
+# Within one call of the process itself, which it finds by tests/support/kill_points.py.
+POINTS = (
+    "rename-before", "rename-after", "append-before", "append-half", "append-after",
+    "agree-before", "agree-half", "agree-after",
+)  # fmt: skip
+ALL = "all"
+AIMED = (*POINTS, ALL)
 _LONGEST = {"start": 3.0, "meet": 0.5, "step": 0.2, "save": 0.02}  # seconds after the moment
 _LOOK = 0.002
 
@@ -37,7 +45,8 @@ class Kill:
     """Ranks killed so many seconds after a moment.
 
     moment: "start": all processes are there, and load; "meet": the ranks have met, and read the
-    checkpoint; "step": an update has been done; "save": a checkpoint is being written.
+    checkpoint; "step": an update has been done; "save": a checkpoint is being written; "all": as
+    "step", for all ranks. Others are points within the process, reached after that time.
     """
 
     moment: str
@@ -45,14 +54,19 @@ class Kill:
     delay: float
 
 
-def draw(seed: int, count: int) -> list[Kill]:
+def draw(seed: int, count: int, moments: Sequence[str] = MOMENTS) -> list[Kill]:
     """Random kills: one rank, the store's owner among them, or two at once."""
     draws = random.Random(seed)
     found = []
     for index in range(count):
-        moment = MOMENTS[index % len(MOMENTS)] if index < len(MOMENTS) else draws.choice(MOMENTS)
+        moment = moments[(index + seed) % len(moments)]
+        moment = moment if index < len(moments) else draws.choice(moments)
         ranks = tuple(sorted(draws.sample(range(RANKS), draws.choice((1, 1, 2)))))
-        found.append(Kill(moment, ranks, round(draws.uniform(0, _LONGEST[moment]), 4)))
+        if moment in POINTS:  # checkpoints and the ledger are rank 0's
+            ranks = ranks[:1] if moment.startswith("agree") else (0,)
+        ranks = tuple(range(RANKS)) if moment == ALL else ranks
+        longest = _LONGEST.get(moment, _LONGEST["step"])
+        found.append(Kill(moment, ranks, round(draws.uniform(0, longest), 4)))
     draws.shuffle(found)
     return found
 
@@ -118,7 +132,12 @@ def _shoot(
         if not _until(process, limit, partial(_come, folder, kill.moment, told, lines)):
             return
         time.sleep(kill.delay)
-        for rank in kill.ranks:
+        if kill.moment in POINTS:
+            point = folder.path / kill_points.NAME
+            point.write_text(f"{kill.moment} {kill.ranks[0]}")
+            if not _until(process, limit, lambda point=point: not point.exists()):  # type: ignore[misc]
+                return
+        for rank in kill.ranks if kill.moment not in POINTS else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[rank], signal.SIGKILL)
         shot |= set(pids.values())
@@ -129,9 +148,9 @@ def _come(folder: RunDir, moment: str, told: int, lines: int) -> bool:
     """Whether the moment has come. told, lines: generations and steps when this one began."""
     if moment == "meet":
         return _generations(folder) > told
-    if moment == "step":
-        return _lines(folder.ledger) > lines + 1
-    return moment == "start" or any(folder.checkpoints.glob(".partial-*"))
+    if moment == "save":
+        return any(folder.checkpoints.glob(".partial-*"))
+    return moment == "start" or _lines(folder.ledger) > lines + 1
 
 
 def _until(process: subprocess.Popen[bytes], limit: float, look: Callable[[], T]) -> T | None:
@@ -208,7 +227,15 @@ class Compared:
         return [f"{where}: {fault}" for fault in found]
 
 
-def compare(case: str, folder: Path, *, seed: int, kills: int, launched: bool = True) -> Compared:
+def compare(
+    case: str,
+    folder: Path,
+    *,
+    seed: int,
+    kills: int,
+    launched: bool = True,
+    moments: Sequence[str] = MOMENTS,
+) -> Compared:
     """The case left alone, and with so many random kills; the program is made once.
 
     launched: whether the one that is left alone has a process for each rank too.
@@ -216,7 +243,7 @@ def compare(case: str, folder: Path, *, seed: int, kills: int, launched: bool = 
     steps, limit = 20 + 10 * kills, 120.0 + 60.0 * kills
     folders = folder / f"{case}-calm", folder / f"{case}-shot"
     outcomes = []
-    kinds = ([], launched), (draw(seed, kills), True)
+    kinds = ([], launched), (draw(seed, kills, moments), True)
     for each, (planned, apart) in zip(folders, kinds, strict=True):
         each.mkdir()
         command = [str(TESTS / "support" / "chaos_programs.py"), "--run", str(each), "--case", case]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import asynchronous_models as models
+import kill_points
 import torch
 from torch import nn
 from torch.nn import functional
@@ -155,6 +156,8 @@ def main(arguments: Sequence[str]) -> int:
         prepare(case, programs)
         return 0
     program = prepare(case, programs) if first else _awaited(programs / case.name)
+    if here is not None:
+        kill_points.install(folder, here.rank)
     trainer = trainer_of(case, program)
     torch.manual_seed(1)
     kept = Checkpoints(folder, every=given.every, keep=given.keep, restarts=given.restarts)

@@ -16,6 +16,7 @@ from fxpart.checkpoint.dtypes import DTYPES, itemsize
 from fxpart.checkpoint.manifest import CheckpointManifest
 from fxpart.checkpoint.manifest_merge import merge
 from fxpart.checkpoint.regions import TensorRegion
+from fxpart.checkpoint.signature import SigningKey
 from fxpart.checkpoint.writer import PLAN, CheckpointShard, RankManifest, write_rank, write_text
 
 Array = Any
@@ -97,13 +98,20 @@ class Sample:
         return found
 
     def save(
-        self, root: Path, step: int = 1, *, world: int = 3, seed: int = 0, generation: int = 0
+        self,
+        root: Path,
+        step: int = 1,
+        *,
+        world: int = 3,
+        seed: int = 0,
+        generation: int = 0,
+        key: SigningKey | None = None,
     ) -> Path:
         """A complete checkpoint of ``world`` ranks."""
         partial = folder.begin(root, step, generation)
         pieces = self.pieces(world, random.Random(seed))
         written = [write_rank(partial, rank, mine) for rank, mine in enumerate(pieces)]
-        return folder.commit(partial, manifest(partial, written, step, generation))
+        return folder.commit(partial, manifest(partial, written, step, generation), key)
 
 
 def manifest(

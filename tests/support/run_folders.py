@@ -107,9 +107,18 @@ def net():
 
 
 def start_command(
-    target: Path, folder: Path, steps: int, *more: str, slow: float = 0.0, **process: Any
+    target: Path,
+    folder: Path,
+    steps: int,
+    *more: str,
+    slow: float = 0.0,
+    before: Sequence[str] = (),
+    **process: Any,
 ) -> subprocess.Popen[str]:
-    """Start ``fxpart train`` of the small target in a process of its own."""
+    """Start ``fxpart train`` of the small target in a process of its own.
+
+    before: the command line that runs it, such as a shell's.
+    """
     if not target.exists():
         target.write_text(TARGET)
     words = [sys.executable, "-u", "-m", "fxpart", "train", f"{target}:net", "--run", str(folder)]
@@ -117,7 +126,9 @@ def start_command(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "SLOW": str(slow)}
     path = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(words, env={**environment, "PYTHONPATH": path}, **{**given, **process})
+    return subprocess.Popen(
+        [*before, *words], env={**environment, "PYTHONPATH": path}, **{**given, **process}
+    )
 
 
 def read_until(process: subprocess.Popen[str], step: int) -> str:

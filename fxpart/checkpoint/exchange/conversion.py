@@ -20,6 +20,8 @@ from fxpart.checkpoint.exchange.source import (
     make_foreign_file_error,
 )
 from fxpart.checkpoint.regions import Bytes
+from fxpart.checkpoint.signature import SigningKey
+from fxpart.errors import error
 
 Format = Literal["fxpart", "hf", "dcp", "paddle", "whole"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -32,7 +34,8 @@ class ConversionOptions:
 
     model_only: only parameters and persistent buffers. prefixes: of names in torch's distributed
     checkpoints. strategies: PaddlePaddle sharding by tensor name. config: config.json to copy
-    beside Hugging Face files. file_bytes: largest size of such a file.
+    beside Hugging Face files. file_bytes: largest size of such a file. key: verifies an fxpart
+    source, and signs an fxpart target.
     """
 
     model_only: bool = False
@@ -40,6 +43,7 @@ class ConversionOptions:
     strategies: Mapping[str, PaddleStrategy] = field(default_factory=dict)
     config: Path | None = None
     file_bytes: int = 5_000_000_000
+    key: SigningKey | None = None
 
 
 @dataclass(frozen=True)
@@ -67,16 +71,19 @@ def convert(
 
     form: format of the source; detected if None. progress: receives bytes done and total bytes.
     Raises FXP510 and FXP511 for a damaged fxpart checkpoint, FXP110 for an unreadable foreign file,
-    FXP603 if the target exists or cannot be written.
+    FXP603 if the target exists or cannot be written, FXP524 if the key has not signed the source.
     """
     options = options or ConversionOptions()
     form = form or detect(source)
+    if options.key is not None and "fxpart" not in (form, to):
+        why = f"The formats {form} and {to} have no signature."
+        raise error("FXP109", where=f"--sign {options.key.path}", why=why, fix="Omit it.")
     read = _ProgressSource(_open_source(source, form, options), options.model_only, progress)
     if not read.tensors:
         raise make_foreign_file_error(str(source), "it contains no tensor", "use another source")
     path, left_out = target, []
     if to == "fxpart":
-        path = native.write_native(target, read)
+        path = native.write_native(target, read, options.key)
     elif to == "whole":
         left_out = single_file.write_whole(target, read)
     elif to == "paddle":
@@ -115,7 +122,7 @@ def detect(path: Path) -> Format:
 
 def _open_source(path: Path, form: Format, options: ConversionOptions) -> CheckpointSource:
     if form == "fxpart":
-        return native.NativeCheckpointSource(path)
+        return native.NativeCheckpointSource(path, options.key)
     if form == "whole":
         return single_file.SingleFileCheckpoint(path)
     if form == "paddle":

@@ -16,6 +16,7 @@ from fxpart.checkpoint.exchange.source import (
 from fxpart.checkpoint.manifest_merge import merge
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.regions import Bytes, make_full_region
+from fxpart.checkpoint.signature import SigningKey
 from fxpart.checkpoint.writer import PLAN, CheckpointShard, write_rank, write_text
 from fxpart.errors import error
 
@@ -25,11 +26,11 @@ _GROUP = 256_000_000  # bytes of an output file, which are in memory at once
 
 
 class NativeCheckpointSource:
-    """A checkpoint as a source; of a run's folder, the newest one. FXP510, FXP511."""
+    """A checkpoint as a source; of a run's folder, the newest one. FXP510, FXP511, FXP524."""
 
-    def __init__(self, path: Path) -> None:
-        """Open it."""
-        self.checkpoint = Checkpoint.open(folder.find_checkpoints(path)[0])
+    def __init__(self, path: Path, key: SigningKey | None = None) -> None:
+        """Open it. key: verifies its signature."""
+        self.checkpoint = Checkpoint.open(folder.find_checkpoints(path)[0], key)
         manifest = self.checkpoint.manifest
         fields = {name: getattr(manifest, name) for name in _FIELDS}
         self.rest = CheckpointMetadata(**fields, plan_text=self.checkpoint.plan())
@@ -50,11 +51,11 @@ class NativeCheckpointSource:
         return found
 
 
-def write_native(root: Path, source: CheckpointSource) -> Path:
+def write_native(root: Path, source: CheckpointSource, key: SigningKey | None = None) -> Path:
     """Write a checkpoint into a folder of checkpoints; return its folder.
 
-    Any plan's ranks can load it. FXP603 if the folder has a checkpoint of that step, FXP513 if it
-    cannot be written.
+    Any plan's ranks can load it. key: signs it. FXP603 if the folder has a checkpoint of that step,
+    FXP513 if it cannot be written.
     """
     rest = source.rest
     final = root / folder.step_name(rest.step)
@@ -68,7 +69,8 @@ def write_native(root: Path, source: CheckpointSource) -> Path:
         ]
         files = {PLAN: write_text(partial, PLAN, rest.plan_text)} if rest.plan_text else {}
         fields = {name: getattr(rest, name) for name in _FIELDS}
-        return folder.commit(partial, merge(written, **fields, generation=0, files=files))
+        manifest = merge(written, **fields, generation=0, files=files)
+        return folder.commit(partial, manifest, key)
     except BaseException:
         folder.discard(partial)
         raise

@@ -17,6 +17,7 @@ from fxpart.checkpoint import folder
 from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.regions import Bytes, TensorRegion, make_full_region
+from fxpart.checkpoint.signature import KeySource, SigningKey
 from fxpart.errors import FxpartError, Problem
 from fxpart.runtime.checkpointing import random_state, rule_state
 from fxpart.runtime.checkpointing.compatibility import find_incompatibilities
@@ -68,13 +69,18 @@ def restore(trainer: Trainer, checkpoint: Checkpoint, *, random: bool = True) ->
 
 
 def restore_newest(
-    trainer: Trainer, root: str | Path, *, random: bool = True, finite: bool = False
+    trainer: Trainer,
+    root: str | Path,
+    *,
+    random: bool = True,
+    finite: bool = False,
+    key: SigningKey | None = None,
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """Restore the newest complete checkpoint of a folder; return it and the saved ``extra``.
 
     If one is damaged, the previous one is tried; ``skipped`` of the returned checkpoint has the
     problems. Rank 0 lists the folder. finite: only one whose state is finite. FXP511 if none can be
-    loaded.
+    loaded, FXP524 if one is not signed with the key.
     """
     root, transport = Path(root), trainer.transport
     mine = " ".join(path.name for path in folder.list_complete(root)) if trainer.rank == 0 else ""
@@ -83,7 +89,7 @@ def restore_newest(
     skipped: list[Problem] = []
     for name in names:
         try:
-            checkpoint = _open_checkpoint(trainer, root / name)
+            checkpoint = _open_checkpoint(trainer, root / name, key)
             if finite and not checkpoint.manifest.is_finite:
                 continue
             extra = restore(trainer, checkpoint, random=random)
@@ -98,23 +104,24 @@ def restore_newest(
     raise FxpartError([Problem("FXP511", str(root), why, fix), *skipped])
 
 
-def _open_checkpoint(trainer: Trainer, path: Path) -> Checkpoint:
-    """Open a checkpoint on every rank; FXP510 on all if one cannot."""
-    return agree(
-        trainer.transport, "the checkpoint", lambda: (Checkpoint.open(path), str(path.absolute()))
-    )
+def _open_checkpoint(trainer: Trainer, path: Path, key: SigningKey | None) -> Checkpoint:
+    """Open a checkpoint on every rank; FXP510 or FXP524 on all if one cannot."""
+    where = str(path.absolute())
+    return agree(trainer.transport, "the checkpoint", lambda: (Checkpoint.open(path, key), where))
 
 
-def load_from(trainer: Trainer, path: Path) -> dict[str, Any]:
+def load_from(trainer: Trainer, path: Path, sign: KeySource = None) -> dict[str, Any]:
     """Implement :meth:`fxpart.runtime.trainer.Trainer.load_checkpoint`."""
-    one = agree(
-        trainer.transport, "the checkpoint", lambda: ((path / NAME).exists(), str(path.absolute()))
-    )
+
+    def look() -> tuple[tuple[bool, SigningKey | None], str]:
+        return ((path / NAME).exists(), SigningKey.load(sign)), str(path.absolute())
+
+    one, key = agree(trainer.transport, "the checkpoint", look)
     if one:
-        return restore(trainer, _open_checkpoint(trainer, path))
+        return restore(trainer, _open_checkpoint(trainer, path, key))
     inner = path / "checkpoints"
     root = inner if not folder.list_complete(path) and inner.is_dir() else path
-    return restore_newest(trainer, root)[1]
+    return restore_newest(trainer, root, key=key)[1]
 
 
 class _CheckpointLoader:

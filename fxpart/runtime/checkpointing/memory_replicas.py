@@ -21,6 +21,7 @@ import msgspec
 from fxpart.checkpoint import files
 from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.run_directory import RunDir
+from fxpart.checkpoint.signature import SIGNATURE
 from fxpart.environment import Launch, read_launch
 from fxpart.errors import FxpartError, error
 from fxpart.files import read_bytes
@@ -140,7 +141,8 @@ class CheckpointReplicas:
             where = folder_name(step, text)
             names = [n for n in manifest.files if n in self._own_files()]
             if self._is_first_of_host:
-                names += [n for n in manifest.files if not n.startswith("rank-")] + [NAME]
+                names += [n for n in manifest.files if not n.startswith("rank-")]
+                names += [n for n in (SIGNATURE, NAME) if (folder / n).exists()]
             self._delete_old(where)
             # the manifest last: its presence means that this host's files are complete
             for name in names:
@@ -267,8 +269,8 @@ class CheckpointReplicas:
         for where in present:
             manifest = self._memory.manifest(where)
             if manifest is not None:
-                size = present[where][NAME]
-                needed[where] = {n: f.size for n, f in manifest.files.items()} | {NAME: size}
+                own = {n: s for n, s in present[where].items() if n in (NAME, SIGNATURE)}
+                needed[where] = {n: f.size for n, f in manifest.files.items()} | own
         return msgspec.json.encode(CheckpointMemoryInventory(present, needed, self._memory.free))
 
     def _transfer(self, where: str, transfers: Sequence[ReplicaTransfer]) -> bool:

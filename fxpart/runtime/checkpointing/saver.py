@@ -19,6 +19,8 @@ from fxpart.checkpoint import folder, manifest_merge
 from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.manifest_codec import digest
 from fxpart.checkpoint.reader import Checkpoint
+from fxpart.checkpoint.run_directory import RunDir
+from fxpart.checkpoint.signature import KeySource, SigningKey
 from fxpart.checkpoint.writer import PLAN, write_rank, write_text
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.checkpointing.snapshot import (
@@ -41,10 +43,8 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.02  # seconds between two checks of the folder
 _EXCHANGE_SECONDS = 1.0  # seconds between exchanges of ranks that wait for a save
-_SNAPSHOT_EVENT, _WAIT_EVENT = (
-    "taking a checkpoint",
-    "a checkpoint",
-)  # names of flight recorder events
+# names of flight recorder events
+_SNAPSHOT_EVENT, _WAIT_EVENT = "taking a checkpoint", "a checkpoint"
 
 
 class CheckpointReplicator(Protocol):
@@ -95,6 +95,7 @@ class Saver:
         strict: bool = False,
         patience: float = 60.0,
         fence: Callable[[], None] | None = None,
+        key: SigningKey | None = None,
     ) -> None:
         """Create a saver; every rank creates one with the same arguments.
 
@@ -102,7 +103,7 @@ class Saver:
         plan_text: those of the trainer by default. copies: replicates each checkpoint. strict:
         raise FXP513 on every rank if a save has failed. patience: least seconds that ranks wait for
         each other's files. fence: called before each write; raises FXP521 once another process has
-        resumed the run.
+        resumed the run. key: signs each checkpoint.
         """
         self.root = Path(root).absolute()
         self.last: int | None = None
@@ -116,6 +117,7 @@ class Saver:
         self._strict = strict
         self._patience = patience
         self._check_fence = fence or (lambda: None)
+        self._key = key
         self._staging = StagingBuffers()
         self._job: _SaveJob | None = None
 
@@ -178,7 +180,7 @@ class Saver:
 
         def read() -> None:
             with contextlib.suppress(FxpartError):
-                intact.append(not Checkpoint.open(path).verify(share=share))
+                intact.append(not Checkpoint.open(path, self._key).verify(share=share))
 
         reader = threading.Thread(target=read, name="confirm", daemon=True)
         reader.start()
@@ -290,13 +292,15 @@ class Saver:
             )
             final, manifest = self._commit(job, partial, shared)
             if self._keep:
-                folder.prune(self.root, self._keep, generation=self._generation, step=job.step)
+                folder.prune(
+                    self.root, self._keep, generation=self._generation, step=job.step, key=self._key
+                )
         else:
             # A damaged checkpoint of the same step may exist there until it is replaced.
             done = (final / NAME).exists
             self._wait_for(job, limit, partial, lambda: not partial.exists() and done())
             if self._replicator is not None:
-                manifest = Checkpoint.open(final).manifest
+                manifest = Checkpoint.open(final, self._key).manifest
         if self._replicator is not None and manifest is not None:
             self._check_fence()
             self._replicator.keep(job.step, final, manifest)
@@ -319,7 +323,7 @@ class Saver:
             extra=job.extra,
         )  # fmt: skip
         self._check_fence()
-        return folder.commit(partial, manifest), manifest
+        return folder.commit(partial, manifest, self._key), manifest
 
     def _wait_for(self, job: _SaveJob, limit: float, partial: Path, is_done: Any) -> None:
         """Wait for a condition; FXP513 if a rank has failed or after the time limit."""
@@ -358,23 +362,24 @@ class Saver:
         return f"{self.root}, rank {self._trainer.rank}"
 
 
-def save_once(trainer: Trainer, root: Path, extra: dict[str, Any]) -> Path:
+def save_once(trainer: Trainer, root: Path, extra: dict[str, Any], sign: KeySource = None) -> Path:
     """Implement :meth:`fxpart.runtime.trainer.Trainer.save_checkpoint`."""
-    flush_before_snapshot(
-        trainer
-    )  # first: update counts are equal on all ranks only without minibatches in flight
+    # First: update counts are equal on all ranks only without minibatches in flight.
+    flush_before_snapshot(trainer)
     step = trainer.updates
     root = root.absolute()
     final = root / folder.step_name(step)
 
-    def check() -> tuple[None, str]:
-        if trainer.rank == 0 and final.exists():
-            fix = "use another folder, or remove it"
-            raise error("FXP513", where=str(final), why="the checkpoint exists already", fix=fix)
-        return None, f"step {step} {root}"
+    def check() -> tuple[SigningKey | None, str]:
+        run = RunDir(root.parent)
+        of_run = root == run.checkpoints and run.generations.exists()
+        if trainer.rank == 0 and (of_run or final.exists()):
+            why = "a run resumes from that folder" if of_run else "the checkpoint exists already"
+            raise error("FXP513", where=str(final), why=why, fix="use another folder")
+        return SigningKey.load(sign), f"step {step} {root}"
 
-    agree(trainer.transport, "where a checkpoint is saved", check)
-    Saver(trainer, root, keep=0, strict=True).save(step, extra, wait=True)
+    key = agree(trainer.transport, "where a checkpoint is saved", check)
+    Saver(trainer, root, keep=0, strict=True, key=key).save(step, extra, wait=True)
     return final
 
 

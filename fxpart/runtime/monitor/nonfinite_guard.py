@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -115,17 +116,36 @@ def report_nonfinite_loss(step: int, loss: float) -> None:
 
 def _find_nonfinite_gradient(trainer: Trainer) -> str:
     """Return the first of this process's parameters with a non-finite gradient, or ""."""
-    names: list[str] = []
-    gradients: list[torch.Tensor] = []
+    found = []
     for name, parameter in trainer._state.parameters():
         gradient = get_gradient_values(trainer._shards.of(parameter))
-        if gradient is not None and gradient.numel():
-            names.append(name)
-            gradients.append(gradient)
-    finite = torch.isfinite(measure_gradients(gradients)) if gradients else torch.ones(0)
+        if gradient is not None:
+            found.append((name, gradient))
+    return _find_nonfinite(found)
+
+
+def find_nonfinite_state(trainer: Trainer) -> str:
+    """Return the first of this process's parameters and buffers that is not finite, or "".
+
+    A rejected update leaves parameters unchanged, but forward passes have updated the buffers.
+    """
+    found = [
+        (name, tensor.detach())
+        for name, entry in trainer._state.saved()
+        for tensor in entry.copies.values()
+        if tensor.is_floating_point() and tensor.itemsize > 1
+    ]
+    return _find_nonfinite(found)
+
+
+def _find_nonfinite(named: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """Return the name of the first tensor with NaN or infinity, or ""."""
+    named = [each for each in named if each[1].numel()]
+    tensors = [tensor for _, tensor in named]
+    finite = torch.isfinite(measure_gradients(tensors)) if tensors else torch.ones(0)
     indices: list[int] = (~finite.bool()).nonzero().flatten().tolist()
     for index in indices:
         # The norm of large finite values may overflow.
-        if not bool(torch.isfinite(gradients[index]).all()):
-            return names[index]
+        if not bool(torch.isfinite(tensors[index]).all()):
+            return named[index][0]
     return ""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxpart.checkpoint.run_directory import RunDir
+from fxpart.checkpoint.signature import KeySource
 from fxpart.errors import error
 
 
@@ -20,7 +21,8 @@ class Checkpoints:
     row without progress (FXP517). signals: SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the
     run, and a second one of the first three ends it at once; if False their handlers are unchanged.
     copies: keep the last checkpoints in the memory of this and another host too, so that the loss
-    of a host needs no disk; a path instead of True selects the folder.
+    of a host needs no disk; a path instead of True selects the folder. sign: a file with a secret
+    key, which signs every checkpoint; only checkpoints that it has signed are restored (FXP524).
     """
 
     folder: str | Path
@@ -31,6 +33,7 @@ class Checkpoints:
     restarts: int = 3
     signals: bool = True
     copies: bool | str | Path = False
+    sign: KeySource = None
 
     def __post_init__(self) -> None:
         """Raise FXP109 for invalid values."""
@@ -59,4 +62,5 @@ class Checkpoints:
 
     def describe(self) -> str:
         """Return the options that must be equal on every rank, as text."""
-        return f"every {self.every} keep {self.keep} strict {self.strict} check {self.check}"
+        own = f"every {self.every} keep {self.keep} strict {self.strict} check {self.check}"
+        return own if self.sign is None else f"{own} signed"

@@ -95,6 +95,11 @@ class RunJournal:
         self._write_plan()
 
     @property
+    def reached(self) -> int:
+        """The last step in the ledger, 0 before the first."""
+        return self._ledger.reached
+
+    @property
     def chain(self) -> str:
         """Digest of the run's history up to now; "" if the ledger lacks a part of it."""
         return self._ledger.chain

@@ -15,11 +15,13 @@ import msgspec
 from fxpart.checkpoint import folder
 from fxpart.checkpoint.manifest import FINITE
 from fxpart.checkpoint.reader import Checkpoint
+from fxpart.checkpoint.signature import SigningKey
 from fxpart.checkpoint.value_codec import from_json_value, to_json_value
 from fxpart.diagnostics.rank_event import LEFT
 from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem
 from fxpart.runtime import heartbeat
+from fxpart.runtime.monitor.nonfinite_guard import find_nonfinite_state
 from fxpart.runtime.training_run import generations
 from fxpart.runtime.training_run.generations import GenerationFence
 from fxpart.runtime.training_run.ledger import LedgerGeneration, LedgerRollback, LedgerUpdate
@@ -65,6 +67,7 @@ class RunSession:
         self._first = 0 in fit.transport.local
         self._signals = StopSignals(fit.trainer.request)
         self._request: Options = {}
+        self._key: SigningKey | None = None
         self._saver: Saver | None = None
         self._journal: RunJournal | None = None
         self._fence: GenerationFence | None = None
@@ -80,13 +83,16 @@ class RunSession:
         """Resume from the newest complete checkpoint; every rank calls it.
 
         FXP517 if restarts make no progress, FXP511 if no checkpoint can be loaded, FXP512 if one
-        does not fit.
+        does not fit, FXP524 if one is not signed with the key.
         """
         from fxpart.runtime.checkpointing.saver import Saver
 
         if self.options.signals:
             self._signals.__enter__()
         fit = self._fit
+        self._key = agree(
+            fit.transport, "the signing key", lambda: (SigningKey.load(self.options.sign), "")
+        )
         self._request = describe_request(fit)
         start = self._read_folder()
         self.generation = start.generation
@@ -102,10 +108,16 @@ class RunSession:
             apply = partial(apply_request, fit, self._request, from_json_value(extra.get(REQUEST)))
             agree(fit.transport, "the options of the resumed run", lambda: (apply(), ""))
             self.resumed, self._saved_step = True, fit.step
+        elif self._journal is not None and self._journal.reached:
+            warnings.warn(
+                f"{self._run.ledger} has {self._journal.reached} steps, but there is no "
+                "checkpoint: the run begins again with step 1",
+                stacklevel=4,
+            )
         self._saver = Saver(
             fit.trainer, self._run.checkpoints, keep=self.options.keep,
             generation=start.generation, strict=self.options.strict, copies=self._replicas,
-            fence=self._fence.check,
+            fence=self._fence.check, key=self._key,
         )  # fmt: skip
         agree(fit.transport, "the run's ledger", self._open_ledger)
         if not self.resumed:
@@ -132,7 +144,7 @@ class RunSession:
             tried.append(path.name)
             try:
                 found = agree(
-                    fit.transport, "the in-memory checkpoint", partial(_open_checkpoint, path)
+                    fit.transport, "the in-memory checkpoint", partial(self._open_replica, path)
                 )
                 if self._belongs_to_run(found):
                     return restore(fit.trainer, found, random=False)
@@ -147,6 +159,10 @@ class RunSession:
             warnings.warn(str(problem), stacklevel=5)
         return None
 
+    def _open_replica(self, path: Path) -> tuple[Checkpoint, str]:
+        """Open an in-memory checkpoint; also return the text that the ranks compare."""
+        return Checkpoint.open(path, self._key), path.name
+
     def _restore_from_disk(self) -> dict[str, Any]:
         """Restore the newest checkpoint, with finite state if rollback is requested; return its
         extra data.
@@ -155,7 +171,7 @@ class RunSession:
 
         checkpoint, extra = restore_newest(
             self._fit.trainer, self._run.checkpoints, random=False,
-            finite=self._fit.run.nonfinite == "rollback",
+            finite=self._fit.run.nonfinite == "rollback", key=self._key,
         )  # fmt: skip
         for problem in checkpoint.skipped:
             warnings.warn(str(problem), stacklevel=4)
@@ -295,9 +311,10 @@ class RunSession:
         self._warn_failed_saves()
 
     def _is_finite(self) -> bool:
-        """Return whether no rank's last update had a non-finite loss or gradient."""
+        """Return whether no rank has non-finite state, or a last update with such a gradient."""
         guard, transport = self._fit.guard, self._fit.transport
-        mine = guard is None or not guard.applied
+        applied = guard is not None and guard.applied
+        mine = not applied and not find_nonfinite_state(self._fit.trainer)
         with convert_transport_errors(transport, "saving a checkpoint"):
             return all(row[0] for row in transport.exchange([int(mine)]))
 
@@ -370,11 +387,6 @@ class RunSession:
             self._replicas.close()
         if self._journal is not None:
             self._journal.close()
-
-
-def _open_checkpoint(path: Path) -> tuple[Checkpoint, str]:
-    """Open a checkpoint; also return the text that the ranks compare."""
-    return Checkpoint.open(path), path.name
 
 
 def _restore_state(

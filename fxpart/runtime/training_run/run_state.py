@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -66,16 +67,35 @@ def restore_run_state(fit: FitLoop, found: Mapping[str, Any], *, position: bool 
     }
     fit.step, fit.loss, fit.values = plain["step"], plain["loss"], plain["values"]
     _load(fit.scheduler, plain["scheduler"])
-    _load(fit.run.early_stopping, plain["early stopping"])
-    for (name, state), callback in zip(plain["callbacks"], fit.run.callbacks, strict=False):
-        if name == type(callback).__name__:
-            _load(callback, state)
+    _restore_callbacks(fit, plain)
     if not position:
         return
     transport, of = fit.transport, found[_OF]
     processes = 1 if len(transport.local) == transport.ranks else transport.ranks
     mine = transport.local[0] if len(of) == processes else 0
     fit.position.load(from_json_value(found[_OWN][of[mine]]))
+
+
+def _restore_callbacks(fit: FitLoop, plain: Mapping[str, Any]) -> None:
+    """Restore callbacks, in the order of those of each class, and early stopping.
+
+    Warn of saved states that nothing takes.
+    """
+    left, stopping = list(plain["callbacks"]), plain["early stopping"]
+    _load(fit.run.early_stopping, stopping)
+    for callback in fit.run.callbacks:
+        names = [name for name, _ in left]
+        if (name := type(callback).__name__) in names:
+            _load(callback, left.pop(names.index(name))[1])
+    lost = [name for name, state in left if state is not None]
+    if stopping is not None and fit.run.early_stopping is None:
+        lost.append("early stopping")
+    if lost and 0 in fit.transport.local:
+        warnings.warn(
+            f"the run continues after step {fit.step} without the saved state of "
+            f"{', '.join(lost)}, which is not given",
+            stacklevel=7,
+        )
 
 
 def _of_fit(fit: FitLoop) -> dict[str, Any]:

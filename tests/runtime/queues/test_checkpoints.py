@@ -17,6 +17,7 @@ from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.writer import write_rank
 from fxpart.errors import FxpartError
 from fxpart.runtime.checkpointing.saver import Saver, _SaveJob
+from fxpart.runtime.training_run import Checkpoints
 
 SAVED = 3  # of six steps
 
@@ -242,3 +243,17 @@ def test_a_file_that_will_not_come_is_not_waited_for(tmp_path: Path) -> None:
     write_rank(partial, 0, [], values={}, more={})
     assert awaited(1, 300.0) < 60.0
     made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FXP523")
+def test_the_last_finite_checkpoint_is_kept(tmp_path: Path) -> None:
+    """No replica skips an update: the state of a run is not finite after a bad batch."""
+    data = [batch(12, step) for step in range(8)]
+    data[2] = (data[2][0] * float("nan"), *data[2][1:])
+    made = queues((2, 1))
+    made.fit(data, steps=8, checkpoints=Checkpoints(tmp_path, every=2))
+    made.close()
+    complete = map(Checkpoint.open, folder.list_complete(tmp_path / "checkpoints"))
+    finite = {each.manifest.step: each.manifest.is_finite for each in complete}
+    assert finite == {8: False, 6: False, 2: True}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cli_calls import call
 from hand_stages import batch
-from run_folders import heard, new_trainer, rows, same
+from run_folders import heard, new_trainer, rows, same, train
 
 from fxpart.checkpoint import folder
 from fxpart.errors import FxpartError
@@ -127,6 +127,23 @@ def test_a_skipped_update(kind: str, tmp_path: Path) -> None:
 
 def list_of(path: Path) -> list[Path]:
     return folder.list_complete(path / "skip" / "checkpoints")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"weights": "stash"}])
+def test_buffers_of_a_skipped_update(options: dict[str, str], tmp_path: Path) -> None:
+    """The forward has updated them: the checkpoint before it is the last finite one."""
+    data = rows(6)
+    data[2]["mask"] = data[2]["mask"] * math.nan
+    made = {"optimizer": ADAM, **options}
+    with heard():
+        found, state = train(tmp_path, 6, data=data, fit={"nonfinite": "skip"}, trainer=made)
+    assert found.saved
+    wrong = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]
+    assert wrong == ["norm.running_mean", "norm.running_var"]
+    complete = map(folder.Checkpoint.open, folder.list_complete(tmp_path / "checkpoints"))
+    finite = {each.manifest.step: each.manifest.is_finite for each in complete}
+    assert finite == {6: False, 4: False, 2: True}
 
 
 @pytest.mark.slow

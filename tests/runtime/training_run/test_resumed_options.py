@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from run_folders import TARGET, heard, new_trainer, rows, same, train
 from torch.utils.data import DataLoader
 
 from fxpart.errors import FxpartError
+from fxpart.runtime.training_run import Checkpoints
 from fxpart.runtime.training_run.data_position import DataPosition
 
 SGD = torch.optim.SGD
@@ -102,6 +104,84 @@ def test_options_of_the_trainer_are_told(tmp_path: Path) -> None:
         train(tmp_path, 6, trainer={"clip_norm": 0.1}, fit={"accumulate": 2})
     (warning,) = [text for text in texts if "continues after step 4" in text]
     assert "clip_norm 0.1 instead of None" in warning and "accumulate 2 instead of 1" in warning
+
+
+class Counts:
+    """Counts steps, also those before the run was resumed."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step(self, info: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class OtherCounts(Counts):
+    """Of another class."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [{}, {"weights": "stash"}])
+def test_callbacks_at_other_places(trainer: dict[str, Any], tmp_path: Path) -> None:
+    """Their state is found by their class, and reported if there is none of it."""
+
+    def go(steps: int, *callbacks: Counts, **given: Any) -> list[str]:
+        made = new_trainer(**trainer)
+        with heard() as texts:
+            kept = Checkpoints(tmp_path, every=2)
+            made.fit(rows(), steps=steps, callbacks=callbacks, checkpoints=kept, **given)
+        made.close()
+        return texts
+
+    assert go(4, Counts()) == []
+    first, second, other = Counts(), Counts(), OtherCounts()
+    assert go(6, other, first, second) == []
+    assert [each.steps for each in (first, second, other)] == [6, 2, 2]
+    first, second = Counts(), Counts()
+    (warning,) = go(8, first, second)
+    assert [each.steps for each in (first, second)] == [8, 4]
+    assert "continues after step 6 without the saved state of OtherCounts" in warning
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [{}, {"weights": "stash"}])
+def test_checkpoints_that_are_gone_are_reported(trainer: dict[str, Any], tmp_path: Path) -> None:
+    _, whole = train(tmp_path, 5, trainer=trainer)
+    shutil.rmtree(tmp_path / "checkpoints")
+    with heard() as texts:
+        _, state = train(tmp_path, 5, trainer=trainer)
+    (warning,) = texts
+    assert "has 5 steps, but there is no checkpoint: the run begins again" in warning
+    assert same(state, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [{}, {"weights": "stash"}])
+def test_a_runs_folder_has_its_own_checkpoints_alone(
+    trainer: dict[str, Any], tmp_path: Path
+) -> None:
+    """A run could not be resumed from one that has no data position."""
+    _, whole = train(tmp_path / "whole", 8, trainer=trainer)
+    made, refused = new_trainer(**trainer), list[str]()
+
+    def save(info: Any) -> None:
+        if info.step == 4:
+            with pytest.raises(FxpartError, match="a run resumes from that folder") as caught:
+                made.save_checkpoint(tmp_path / "run" / "checkpoints")
+            refused.append(caught.value.code)
+
+    kept = Checkpoints(tmp_path / "run", every=4)
+    made.fit(rows(), steps=4, callbacks=[save], checkpoints=kept)
+    made.close()
+    assert refused == ["FXP513"]
+    if not trainer:
+        assert same(train(tmp_path / "run", 8, trainer=trainer)[1], whole)
 
 
 @pytest.mark.slow
