@@ -173,7 +173,9 @@ def _check_signature(kept: ResumableRunOptions) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first rank reports a key file that others can read
         key = SigningKey.load(kept.sign)
-    for path in list_complete(kept.run.checkpoints)[:1] if key is not None else ():
+    if key is None:
+        return
+    for path in list_complete(kept.run.checkpoints)[:1]:
         with suppress(OSError):  # a damaged checkpoint is passed over
             key.check(path, read_bytes(path / NAME, LARGEST))
 

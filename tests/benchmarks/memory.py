@@ -63,7 +63,6 @@ class Weighing:
 def of_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One model: plan by plan every rank's row, and what a plan that just fits comes to."""
     import cpu_models
-
     from fxpart.costmodels.profile_store import ContentionProfile
 
     work = cpu_models.build(name)
