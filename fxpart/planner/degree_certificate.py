@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fxpart.plan.model import Alternative, Certificate, Plan
 from fxpart.planner.degree_proposal import DegreeSearchResult, MeshProposal
 from fxpart.planner.execution_mode import ASYNC
 from fxpart.planner.prediction.alternatives import AlternativeComparison
 from fxpart.solver.joint.objective import JointScorer, uniform_degrees
-from fxpart.solver.joint.problem import JointProblem
+from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.problem import RECOMPUTE_MODES
+
+_SAME = 1e-9  # Relative difference of equal estimates.
 
 
 def make_degree_certificate(
-    chosen: DegreeSearchResult, plan: Plan, ratios: Sequence[float]
+    chosen: DegreeSearchResult, plan: Plan, ratios: Sequence[float], estimate: float
 ) -> Certificate:
     """Return the certificate of the selected degrees, over the costs of single blocks.
 
-    ratios: exact step times of the meshes that were lowered, by their estimates. Where the plan's
-    exact step time is below the bound over estimates, the bound is that time and proves nothing.
+    ratios: exact step times of the meshes that were lowered, by their estimates. estimate: that of
+    the plan's own mesh, which is not the lowest where exact step times are in another order. Where
+    the plan's exact step time is below the bound over estimates, the bound is that time and proves
+    nothing.
     """
     problem, solution = chosen.problem, chosen.solution
-    objective, exact = solution.objective, plan.prediction.step_seconds
-    bound = min(solution.bound, objective, exact)
-    status = solution.status if bound == min(solution.bound, objective) else "best found"
+    lowest, exact = solution.objective, plan.prediction.step_seconds
+    objective = max(lowest, estimate)
+    bound = min(solution.bound, lowest, exact)
+    first = objective <= lowest * (1 + _SAME) and bound == min(solution.bound, lowest)
+    status = solution.status if first else "best found"
     assert status in ("optimal", "within gap", "best found"), "there is a choice"
     counts = ", ".join(map(str, problem.microbatches))
     found = sorted({uniform_degrees(problem, i) for i in range(len(problem.options))})
@@ -72,16 +78,19 @@ def _describe_ratios(ratios: Sequence[float]) -> str:
 
 
 def find_rejected_choices(
-    chosen: DegreeSearchResult, one: MeshProposal, plan: Plan
+    chosen: DegreeSearchResult,
+    one: MeshProposal,
+    plan: Plan,
+    exact: Mapping[JointChoice, float],
 ) -> tuple[tuple[Alternative, ...], tuple[Alternative, ...]]:
     """Return the best rejected degrees, and single changes of the proposal.
 
-    They are priced block by block; their step times are scaled by the ratio of the plan's exact
-    step time to the proposal's estimate.
+    exact: step times of the choices whose meshes were lowered. Others are priced block by block,
+    and scaled by the ratio of the plan's exact step time to the proposal's estimate.
     """
     scorer = JointScorer(chosen.problem)
     factor = plan.prediction.step_seconds / one.seconds if one.seconds > 0 else 1.0
     comparison = AlternativeComparison(
-        scorer, one.choice, scorer.evaluate(one.choice), scale=factor
+        scorer, one.choice, scorer.evaluate(one.choice), scale=factor, exact=exact
     )
     return comparison.candidates(chosen.solution), comparison.changes()

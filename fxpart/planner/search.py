@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,14 @@ _UNEQUAL_REACH = 8.0  # on unequal links, whose worst the estimates assume, for 
 _MEASURED_REACH = 1.5  # with a measured model, whose contention is not in the estimates
 
 _Tried = tuple[Plan, GeneratedProgram, SourcedProposal]
+
+
+@dataclass
+class _PricedMeshes:
+    """The plans of lowered meshes. slower: closed forms of others, whose plans were not made."""
+
+    plans: list[_Tried] = field(default_factory=list)
+    slower: dict[SourcedProposal, float] = field(default_factory=dict)
 
 
 def find_best_plan(
@@ -103,13 +111,15 @@ def _find_equal_stages(
         found = _price_by_ideal(pricer, proposals)
     else:
         found = _price_by_estimate(pricer, proposals)
-    plan, parts, one = min(found, key=lambda priced: plan_seconds(priced[0], request.cost_model))
+    plan, parts, one = min(
+        found.plans, key=lambda priced: plan_seconds(priced[0], request.cost_model)
+    )
     own = [each for each in proposals if each.source.view is None]
     one = next((each for each in own if _key(each) == _key(one)), one)
     return PlanSearchResult(with_proof(plan, one, proposals, found), parts, one.source.problem)
 
 
-def _price_by_estimate(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) -> list[_Tried]:
+def _price_by_estimate(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) -> _PricedMeshes:
     """Return the plans of proposals by rising estimate, as far as a better one is expected.
 
     On small graphs and unequal devices, the best meshes are then priced for all assignments.
@@ -117,6 +127,7 @@ def _price_by_estimate(pricer: MeshPricer, proposals: Sequence[SourcedProposal])
     """
     front, request = pricer.front, pricer.front.request
     found: list[_Tried] = []
+    slower: dict[SourcedProposal, float] = {}
     problems: list[Problem] = []
     measured = is_measured(request.cost_model, request.cluster)
     step_time, reach = (_simulated, _MEASURED_REACH) if measured else (_closed, _REACH)
@@ -133,7 +144,7 @@ def _price_by_estimate(pricer: MeshPricer, proposals: Sequence[SourcedProposal])
                 found.append((*pricer.price(fixed, one.assign(request), known, every), one))
             seconds[one] = step_time(found[-1])
         except SlowerThanIncumbentError as fault:
-            seconds[one] = fault.seconds
+            seconds[one] = slower[one] = fault.seconds
         except FxpartError as fault:
             problems.extend(fault.problems)
 
@@ -151,10 +162,10 @@ def _price_by_estimate(pricer: MeshPricer, proposals: Sequence[SourcedProposal])
             attempt(one, every=True)
     if not found:
         raise FxpartError(list(dict.fromkeys(problems)))
-    return found
+    return _PricedMeshes(found, slower)
 
 
-def _price_by_ideal(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) -> list[_Tried]:
+def _price_by_ideal(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) -> _PricedMeshes:
     """Return the plans of meshes by rising step time on an ideal cluster, while that is better.
 
     Raises FXP2xx where nothing fits.
@@ -194,7 +205,7 @@ def _price_by_ideal(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) ->
             found.append((*made, members[0]))
     if not found:
         raise FxpartError(list(dict.fromkeys(problems)))
-    return found
+    return _PricedMeshes(found)
 
 
 def _compute_reach(seconds: Mapping[SourcedProposal, float]) -> float:
@@ -278,23 +289,33 @@ def _simulated(priced: _Tried) -> float:
 
 
 def with_proof(
-    plan: Plan, one: SourcedProposal, proposals: Sequence[SourcedProposal], found: Sequence[_Tried]
+    plan: Plan, one: SourcedProposal, proposals: Sequence[SourcedProposal], found: _PricedMeshes
 ) -> Plan:
     """Return the plan with the certificate of its degrees and the rejected alternatives.
 
     The certificate is that of the cluster itself if it has proposals.
     """
     chosen = one.source.chosen
-    rejected, changes = find_rejected_choices(chosen, one.mesh, plan)
+    exact = {
+        each.mesh.choice: seconds
+        for each, seconds in (
+            *((each, made.prediction.step_seconds) for made, _, each in found.plans),
+            *found.slower.items(),
+        )
+        if each.source is one.source
+    }
+    rejected, changes = find_rejected_choices(chosen, one.mesh, plan, exact)
     sources = [each.source for each in proposals]
     first = next((each for each in sources if each.view is None), sources[0])
     ratios = [
-        made.prediction.step_seconds / each.mesh.seconds for made, _, each in found
+        made.prediction.step_seconds / each.mesh.seconds for made, _, each in found.plans
         if each.mesh.seconds > 0
     ]  # fmt: skip
     return msgspec.structs.replace(
         plan,
-        degrees=make_degree_certificate(first.chosen, plan, ratios),
+        degrees=make_degree_certificate(
+            first.chosen, plan, ratios, one.mesh.seconds if one.source is first else 0.0
+        ),
         alternatives=rejected or plan.alternatives,
         changes=changes,
         provenance={**plan.provenance, "degrees": chosen.provenance.get("compute", "")},

@@ -245,7 +245,7 @@ def certificate(plan: Plan) -> list[str]:
     Their objectives are closed forms, not the step time.
     """
     given, whole = plan.certificate, plan.degrees
-    lines = [] if whole is None else [f"Degrees: {_proven(whole)}"]
+    lines = [] if whole is None else [f"Degrees: {_proven(whole, 'best found')}"]
     solvers = given.solver if whole is None else " and ".join({whole.solver: 0, given.solver: 0})
     return [
         *lines,
@@ -255,11 +255,11 @@ def certificate(plan: Plan) -> list[str]:
     ]
 
 
-def _proven(given: Certificate) -> str:
+def _proven(given: Certificate, best: str = "best found within the time limit") -> str:
     status = {
         "optimal": "optimal",
         "within gap": "within the requested gap of the optimum",
-        "best found": "best found within the time limit",
+        "best found": best,
     }[given.status]
     over = f" Search space: {given.over}." if given.over else ""
     return (

@@ -356,3 +356,17 @@ def test_degrees_of_a_fixed_batch(axis: str) -> None:
         fxpart.compile(
             Nearest(), "local:2", example_inputs=given, loss=nn.MSELoss(), constraints={axis: 2}
         )
+
+
+def test_a_constraint_that_earlier_ones_contradict_names_them() -> None:
+    given = (torch.zeros(8, 8), torch.zeros(8, 4))
+    for constraints, why in (
+        ({"dp": 1, "forbid": "zero=0"}, "fix dp=1 left zero 0"),
+        ({"tp": 3}, "the model and the devices allow tp 1 or 2"),
+    ):
+        with pytest.raises(FxpartError, match="FXP202") as caught:
+            fxpart.compile(
+                Layered(), "local:2", example_inputs=given, loss=nn.functional.mse_loss,
+                constraints=constraints,
+            )  # fmt: skip
+        assert why in caught.value.problems[0].why

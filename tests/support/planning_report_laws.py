@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 from collections.abc import Iterator
+from math import inf
 
 import msgspec
 from figures_by_hand import recomputed
@@ -36,6 +37,19 @@ def printed_numbers(case: PlanningCase, base: Outcome, rng: random.Random) -> It
     except AssertionError as fault:
         yield f"explain: {str(fault).splitlines()[0]}: {base}"
     yield from _find_missing(Page(report_html(plan)), plan)
+    yield from _find_better(plan)
+
+
+def _find_better(plan: Plan) -> Iterator[str]:
+    """Yield rejected choices that are faster than the plan, and are not said to be unpriced."""
+    given = plan.degrees or plan.certificate
+    for other in (*plan.alternatives, *plan.changes):
+        if other.step_seconds is None or "estimate of each block" not in other.why:
+            faster = (other.step_seconds or inf) < plan.prediction.step_seconds * (1 - 1e-6)
+            if faster or "time limit" in other.why:
+                yield f"{other.what} is faster: {other.why}"
+        elif given.status == "optimal":
+            yield f"the plan is {given.status} although {other.what} is {other.why}"
 
 
 def _find_missing(page: Page, plan: Plan) -> Iterator[str]:

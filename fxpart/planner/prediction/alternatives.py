@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from fxpart.plan.model import Alternative
@@ -19,6 +19,8 @@ from fxpart.solver.schedule_costs import get_fill_fraction, step_seconds
 
 CANDIDATES = 5  # of the solver, stored in a plan
 CHANGES = 16  # single changed decisions, stored in a plan
+_FASTER_PRICED = "faster by the estimate of each block, slower priced as a whole"
+_FASTER_ESTIMATE = "faster by the estimate of each block; not priced as a whole"
 _TRIED = 24  # choices with one stage more or less that are evaluated in full
 
 
@@ -31,13 +33,14 @@ class AlternativeComparison:
         choice: JointChoice,
         found: JointEvaluation,
         scale: float = 1.0,
+        exact: Mapping[JointChoice, float] | None = None,
     ) -> None:
         """Create it. found: the costs of the choice. scale: factor on all reported seconds.
 
         A plan that was priced again, more exactly than the problem, has its own step time over that
-        of ``found`` as the scale.
+        of ``found`` as the scale. exact: step times of other choices that were priced so.
         """
-        self.scale = scale
+        self.scale, self.exact = scale, exact
         self.scorer, self.problem, self.choice, self.found = scorer, scorer.problem, choice, found
         self._stages: dict[tuple[int, int, int], tuple[float, float] | None] = {}
 
@@ -65,14 +68,20 @@ class AlternativeComparison:
         full = find_overfull_stages(found)
         if not found.stages or len(found.faults) > len(full):
             return None
+        seconds = found.seconds * self.scale
+        why = explain_joint_rejection((self.choice, self.found), (other, found), self.scale)
+        if self.exact is not None and not full:
+            seconds = self.exact.get(other, seconds)
+            if found.seconds < self.found.seconds:
+                why = _FASTER_PRICED if other in self.exact else _FASTER_ESTIMATE
         return Alternative(
             stages=len(other.options),
             microbatches=other.microbatches,
             schedule=other.schedule,
             what=what,
-            step_seconds=None if full else found.seconds * self.scale,
-            unfit_seconds=found.seconds * self.scale if full else None,
-            why=explain_joint_rejection((self.choice, self.found), (other, found), self.scale),
+            step_seconds=None if full else seconds,
+            unfit_seconds=seconds if full else None,
+            why=why,
         )
 
     def _depths(self, by: int, what: str) -> Iterator[Alternative]:

@@ -24,6 +24,7 @@ def apply_constraints(problem: JointProblem, constraints: Iterable[PlanConstrain
 
     Raises FXP109 for names that match no block, and FXP202 if a constraint leaves no choice.
     """
+    whole, applied = problem, list[PlanConstraint]()
     for constraint in constraints:
         if constraint.kind == "layout":
             problem = _layout(problem, constraint)
@@ -31,13 +32,16 @@ def apply_constraints(problem: JointProblem, constraints: Iterable[PlanConstrain
             problem = _stage(problem, constraint)
         elif constraint.key == "cut":
             problem = _no_cut(problem, constraint)
+        elif (found := _decision(problem, constraint)) is not None:
+            problem = found
         else:
-            problem = _decision(problem, constraint)
+            raise _explain_conflict(whole, problem, constraint, applied)
+        applied.append(constraint)
     return problem
 
 
-def _decision(problem: JointProblem, constraint: PlanConstraint) -> JointProblem:
-    """Restrict a degree, count or name to some values, or exclude values."""
+def _decision(problem: JointProblem, constraint: PlanConstraint) -> JointProblem | None:
+    """Restrict a degree, count or name to some values, or exclude values; None if none is left."""
     values = constraint.values or tuple(
         v for v in _values(problem, constraint.key) if v != CONSTRAINTS[constraint.key].plain
     )
@@ -53,34 +57,28 @@ def _decision(problem: JointProblem, constraint: PlanConstraint) -> JointProblem
             for index, option in enumerate(problem.options)
             if keeps(degrees(problem, index)[place])
         ]
-        if not kept:
-            raise _nothing(problem, constraint)
-        return with_options(problem, kept)
+        return with_options(problem, kept) if kept else None
     if constraint.key == "pp":
         return _stages(problem, constraint, keeps)
     if constraint.key == "microbatches":
         known = tuple(m for m in problem.microbatches if keeps(m))
-        if not known:
-            raise _nothing(problem, constraint)
-        return msgspec.structs.replace(problem, microbatches=known)
+        return msgspec.structs.replace(problem, microbatches=known) if known else None
     if constraint.key == "virtual":
         pieces = tuple(v for v in problem.virtual if keeps(v)) if not fixed else constraint.numbers
         return msgspec.structs.replace(problem, virtual=pieces)
     if fixed:
         return msgspec.structs.replace(problem, schedules=tuple(dict.fromkeys(constraint.values)))
     schedules = tuple(s for s in problem.schedules if keeps(s))
-    if not schedules:
-        raise _nothing(problem, constraint)
-    return msgspec.structs.replace(problem, schedules=schedules)
+    return msgspec.structs.replace(problem, schedules=schedules) if schedules else None
 
 
 def _stages(
     problem: JointProblem, constraint: PlanConstraint, keeps: Callable[[object], bool]
-) -> JointProblem:
+) -> JointProblem | None:
     """Restrict the number of stages; the allowed numbers must be contiguous."""
     allowed = [s for s in range(problem.min_stages, problem.max_stages + 1) if keeps(s)]
     if not allowed:
-        raise _nothing(problem, constraint)
+        return None
     if allowed[-1] - allowed[0] + 1 != len(allowed):
         raise error(
             "FXP109",
@@ -159,12 +157,24 @@ def _values(problem: JointProblem, key: str) -> tuple[str, ...]:
     return tuple(map(str, rows.get(key, problem.schedules)))
 
 
-def _nothing(problem: JointProblem, constraint: PlanConstraint) -> FxpartError:
+def _explain_conflict(
+    whole: JointProblem,
+    problem: JointProblem,
+    constraint: PlanConstraint,
+    applied: Sequence[PlanConstraint],
+) -> FxpartError:
+    """Return FXP202 for a constraint that leaves no choice. applied: those before it."""
     have = _values(problem, constraint.key)
-    shown = f"{have[0]} to {have[-1]}" if constraint.key == "pp" and have else ", ".join(have)
+    shown = f"{have[0]} to {have[-1]}" if constraint.key == "pp" and have else " or ".join(have)
+    before = (
+        f"; {', '.join(map(str, applied))} left"
+        if applied and have != _values(whole, constraint.key)
+        else "; the model and the devices allow"
+    )
     return error(
         "FXP202",
         where=str(constraint),
-        why="No choice is left.",
-        fix=f"Possible values of {constraint.key}: {shown or 'none, given the other constraints'}.",
-    )
+        why=f"no choice is left{before} {constraint.key} {shown or 'no value'}",
+        fix=f"use {constraint.key} {shown}, or remove a constraint" if shown else
+        "remove a constraint",
+    )  # fmt: skip
