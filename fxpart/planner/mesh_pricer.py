@@ -56,6 +56,11 @@ class IdealPrice:
     placements: tuple[ShardedGraph, ...]
 
 
+def is_out_of_memory(fault: FxpartError) -> bool:
+    """Return whether nothing but memory is lacking."""
+    return {problem.code for problem in fault.problems} <= _OUT_OF_MEMORY
+
+
 @dataclass
 class AssignmentPrices:
     """The prices of assignments on one mesh. incumbent: seconds of a step to improve on.
@@ -188,7 +193,7 @@ class MeshPricer:
                 continue
             except FxpartError as caught:
                 fault = fault or caught
-                if best is not None or not {p.code for p in caught.problems} <= _OUT_OF_MEMORY:
+                if best is not None or not is_out_of_memory(caught):
                     break
                 continue
             if best is not None and found.seconds >= best.seconds:
@@ -315,7 +320,7 @@ class MeshPricer:
             except FxpartError as fault:
                 if best is not None:
                     break
-                if not {problem.code for problem in fault.problems} <= _OUT_OF_MEMORY:
+                if not is_out_of_memory(fault):
                     raise
                 last = last or fault
                 continue

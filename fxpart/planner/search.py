@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from fxpart.planner.expert_parallelism import list_expert_choices
 from fxpart.planner.families import REPLICA_FAMILIES, find_family
 from fxpart.planner.group_orders import is_unequal
 from fxpart.planner.mesh_plan import SlowerThanIncumbentError
-from fxpart.planner.mesh_pricer import IdealPrice, MeshPricer
+from fxpart.planner.mesh_pricer import IdealPrice, MeshPricer, is_out_of_memory
 from fxpart.planner.mesh_proposals import (
     SMALL_GRAPH,
     SourcedProposal,
@@ -55,10 +55,19 @@ _Tried = tuple[Plan, GeneratedProgram, SourcedProposal]
 
 @dataclass
 class _PricedMeshes:
-    """The plans of lowered meshes. slower: closed forms of others, whose plans were not made."""
+    """The plans of lowered meshes. slower: closed forms of others, whose plans were not made.
+
+    Closed forms are infinite where the mesh does not fit in memory.
+    """
 
     plans: list[_Tried] = field(default_factory=list)
     slower: dict[SourcedProposal, float] = field(default_factory=dict)
+
+    def find_seconds(self) -> Iterator[tuple[SourcedProposal, float]]:
+        """Yield each lowered mesh with its exact step time; the last of several is the best."""
+        yield from self.slower.items()
+        for plan, _, one in self.plans:
+            yield one, plan.prediction.step_seconds
 
 
 def find_best_plan(
@@ -144,9 +153,13 @@ def _price_by_estimate(pricer: MeshPricer, proposals: Sequence[SourcedProposal])
                 found.append((*pricer.price(fixed, one.assign(request), known, every), one))
             seconds[one] = step_time(found[-1])
         except SlowerThanIncumbentError as fault:
-            seconds[one] = slower[one] = fault.seconds
+            seconds[one] = fault.seconds
+            if fault.seconds > known:  # else another proposal of the same mesh was priced
+                slower.setdefault(one, fault.seconds)
         except FxpartError as fault:
             problems.extend(fault.problems)
+            if is_out_of_memory(fault):
+                slower.setdefault(one, inf)
 
     for number, one in enumerate(proposals):
         most = _count_tries(front, proposals)
@@ -176,6 +189,7 @@ def _price_by_ideal(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) ->
         groups.setdefault(_key(one), []).append(one)
     problems: list[Problem] = []
     prices: list[tuple[IdealPrice, PlanRequest, list[SourcedProposal]]] = []
+    slower: dict[SourcedProposal, float] = {}
     for (mesh, zero, experts), members in groups.items():
         fixed = with_mesh(request, mesh, zero, experts=experts)
         known = min((price.seconds for price, *_ in prices), default=inf)
@@ -188,6 +202,8 @@ def _price_by_ideal(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) ->
                 )
         except FxpartError as fault:
             problems += fault.problems
+            if is_out_of_memory(fault):
+                slower |= dict.fromkeys(members, inf)
     found: list[_Tried] = []
     for price, fixed, members in sorted(prices, key=lambda each: each[0].seconds):
         known = min(map(_closed, found), default=inf)
@@ -197,15 +213,17 @@ def _price_by_ideal(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) ->
         try:
             with log_phase(f"lower and price {_describe(members[0].mesh)}", logging.DEBUG):
                 made = pricer.price_unequal(fixed, assigned, price, known)
-        except SlowerThanIncumbentError:
-            continue
+        except SlowerThanIncumbentError as fault:
+            slower[members[0]] = fault.seconds
         except FxpartError as fault:
             problems += fault.problems
+            if is_out_of_memory(fault):
+                slower |= dict.fromkeys(members, inf)
         else:
             found.append((*made, members[0]))
     if not found:
         raise FxpartError(list(dict.fromkeys(problems)))
-    return _PricedMeshes(found)
+    return _PricedMeshes(found, slower)
 
 
 def _compute_reach(seconds: Mapping[SourcedProposal, float]) -> float:
@@ -298,19 +316,17 @@ def with_proof(
     chosen = one.source.chosen
     exact = {
         each.mesh.choice: seconds
-        for each, seconds in (
-            *((each, made.prediction.step_seconds) for made, _, each in found.plans),
-            *found.slower.items(),
-        )
+        for each, seconds in found.find_seconds()
         if each.source is one.source
     }
     rejected, changes = find_rejected_choices(chosen, one.mesh, plan, exact)
     sources = [each.source for each in proposals]
     first = next((each for each in sources if each.view is None), sources[0])
     ratios = [
-        made.prediction.step_seconds / each.mesh.seconds for made, _, each in found.plans
-        if each.mesh.seconds > 0
-    ]  # fmt: skip
+        seconds / each.mesh.seconds
+        for each, seconds in dict(found.find_seconds()).items()
+        if 0 < each.mesh.seconds and seconds < inf
+    ]
     return msgspec.structs.replace(
         plan,
         degrees=make_degree_certificate(

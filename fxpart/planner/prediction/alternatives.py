@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from math import inf
 
 from fxpart.plan.model import Alternative
 from fxpart.planner.prediction.descriptions import (
@@ -21,6 +22,7 @@ CANDIDATES = 5  # of the solver, stored in a plan
 CHANGES = 16  # single changed decisions, stored in a plan
 _FASTER_PRICED = "faster by the estimate of each block, slower priced as a whole"
 _FASTER_ESTIMATE = "faster by the estimate of each block; not priced as a whole"
+_UNFIT_PRICED = "fits by the estimate of each block, not priced as a whole"
 _TRIED = 24  # choices with one stage more or less that are evaluated in full
 
 
@@ -38,7 +40,8 @@ class AlternativeComparison:
         """Create it. found: the costs of the choice. scale: factor on all reported seconds.
 
         A plan that was priced again, more exactly than the problem, has its own step time over that
-        of ``found`` as the scale. exact: step times of other choices that were priced so.
+        of ``found`` as the scale. exact: step times of other choices that were priced so; infinite
+        where they do not fit.
         """
         self.scale, self.exact = scale, exact
         self.scorer, self.problem, self.choice, self.found = scorer, scorer.problem, choice, found
@@ -68,19 +71,23 @@ class AlternativeComparison:
         full = find_overfull_stages(found)
         if not found.stages or len(found.faults) > len(full):
             return None
-        seconds = found.seconds * self.scale
+        seconds, fits = found.seconds * self.scale, not full
         why = explain_joint_rejection((self.choice, self.found), (other, found), self.scale)
         if self.exact is not None and not full:
-            seconds = self.exact.get(other, seconds)
-            if found.seconds < self.found.seconds:
+            exact = self.exact.get(other, seconds)
+            if fits := exact < inf:
+                seconds = exact
+            if not fits:
+                why = _UNFIT_PRICED
+            elif found.seconds < self.found.seconds:
                 why = _FASTER_PRICED if other in self.exact else _FASTER_ESTIMATE
         return Alternative(
             stages=len(other.options),
             microbatches=other.microbatches,
             schedule=other.schedule,
             what=what,
-            step_seconds=None if full else seconds,
-            unfit_seconds=seconds if full else None,
+            step_seconds=seconds if fits else None,
+            unfit_seconds=None if fits else seconds,
             why=why,
         )
 
