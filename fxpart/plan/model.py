@@ -79,9 +79,10 @@ class Stage(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parts of the batch; context_parallel: number of parts of its sequences; tensor_parallel: number
     of ranks that share each of these parts, so that the product is the number of ranks;
     expert_parallel: number of the batch's parts that share one set of experts. zero: ZeRO level (0
-    to 3). shard_degree: under hybrid sharding the number of consecutive data-parallel ranks that
-    share one set of ZeRO's shards, of which the others have replicas; 0: all share one. device: the
-    model of the ranks' devices, "" if not specified. parameters: number of unsharded elements.
+    to 3). shard_degree: under hybrid sharding the number of data-parallel ranks, consecutive along
+    the axis dp_shard, that share one set of ZeRO's shards, of which the others have replicas; 0:
+    all share one. device: the model of the ranks' devices, "" if not specified. parameters: number
+    of unsharded elements.
     """
 
     index: int

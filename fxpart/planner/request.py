@@ -99,12 +99,15 @@ def make_request(
             mesh = Mesh.parse(text)
         except FxpartError as fault:
             problems += fault.problems
-    free = text in ("", "auto")
+    free, given = text in ("", "auto"), constraints
     if not free and not problems:
         problems += find_mesh_conflicts(constraints, mesh)
     if not problems:
-        mesh = _split_data_axis(constraints, mesh, len(cluster.devices) if free else 0, problems)
-    zero, axis = (0, "") if free else _zero(constraints, mesh, problems)
+        whole, devices = mesh, len(cluster.devices) if free else 0
+        mesh = _split_data_axis(constraints, whole, devices, problems)
+        if mesh != whole:  # the minor part of the data axis is sharded, whichever name it has
+            given = {**constraints, "zero_axis": SHARD_AXIS}
+    zero, axis = (0, "") if free else _zero(given, mesh, problems)
     ranks = _ranks(constraints, problems)
     stages = _stages(constraints, mesh, cluster, ranks, problems)
     if problems or costs is None:
@@ -257,14 +260,17 @@ def _split_data_axis(
     elif SHARD_AXIS in mesh.names:
         why = f"the axis {SHARD_AXIS} of the mesh {mesh} has another size"
     elif not 1 < degree < data or data % degree:
-        why = f"{degree} is no divisor between 1 and the {data} data-parallel ranks of {mesh}"
+        ranks = f"{data} data-parallel ranks of {mesh}" if mesh.axes else "single rank of a stage"
+        why = f"{degree} is no divisor between 1 and the {ranks}"
     elif not constraints.get("zero"):
         why = "without ZeRO nothing is sharded"
-    elif constraints.get("zero_axis", DATA_AXIS) != DATA_AXIS:
+    elif constraints.get("zero_axis", DATA_AXIS) not in DATA_AXES:
         why = f"ZeRO shards over another axis, {constraints['zero_axis']}"
     if why:
         divisors = ", ".join(str(n) for n in range(2, data) if data % n == 0)
         fix = f"use {divisors}, with zero=1, 2 or 3" if divisors else "remove shard_degree"
+        if constraints.get("zero_axis", DATA_AXIS) not in DATA_AXES:
+            fix = "remove shard_degree, or zero_axis"
         where = f"constraint shard_degree={constraints['shard_degree']!r}"
         problems.append(Problem("FXP109", where, why, fix))
     if why or devices:

@@ -124,6 +124,9 @@ KEPT: list[tuple[str, Any, Callable[[Plan], bool]]] = [
     ("forbid", "tp", lambda p: axis(p, "tp") == 1),
     ("zero", 2, lambda p: axis(p, "dp") == axis(p, "tp") == 1 or p.stages[0].zero == 2),
     ("forbid", "zero", lambda p: p.stages[0].zero == 0),
+    ("shard_degree", 2, lambda p: {stage.shard_degree for stage in p.stages} == {2}),
+    ("shard_degree", 0, lambda p: {stage.shard_degree for stage in p.stages} == {0}),
+    ("forbid", "shard_degree", lambda p: {stage.shard_degree for stage in p.stages} == {0}),
     ("microbatches", 4, lambda p: p.microbatches == 4),
     ("m", 2, lambda p: p.microbatches == 2),
     ("forbid", "microbatches=2", lambda p: p.microbatches != 2),
@@ -362,7 +365,7 @@ def test_a_constraint_that_earlier_ones_contradict_names_them() -> None:
     given = (torch.zeros(8, 8), torch.zeros(8, 4))
     for constraints, why in (
         ({"dp": 1, "forbid": "zero=0"}, "fix dp=1 left zero 0"),
-        ({"tp": 3}, "the model and the devices allow tp 1 or 2"),
+        ({"tp": 3}, "the other constraints, the model and the devices allow tp 1 or 2"),
     ):
         with pytest.raises(FxpartError, match="FXP202") as caught:
             fxpart.compile(

@@ -170,7 +170,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"mesh": "dp=4", "shard_degree": 2}, "without ZeRO", "zero=1, 2 or 3"),
     ({"mesh": "dp=4", "zero": 1, "shard_degree": "2,4"}, "several shard degrees", "use 2,"),
     ({"mesh": "tp=4", "zero": 1, "shard_degree": 2}, "no divisor", "remove"),
-    ({"mesh": "dp=4,tp=1", "zero": 1, "zero_axis": "tp", "shard_degree": 2}, "another axis", ""),
+    (
+        {"mesh": "dp=4,tp=1", "zero": 1, "zero_axis": "tp", "shard_degree": 2},
+        "another axis",
+        "zero_axis",
+    ),
     ({"mesh": "dp=2,dp_shard=2", "zero": 1, "shard_degree": 4}, "another size", "use 2,"),
     ({"mesh": "dp=2,dp_shard=2", "zero": 1, "dp": 2}, "each stage has dp=4", "remove"),
     ({"shard_degree": 3}, "at least two groups of 3", "use 2,"),
@@ -193,7 +197,7 @@ def test_wrong_constraints_are_explained(given: dict[str, Any], why: str, fix: s
 def test_contradictions_are_refused() -> None:
     """Without ZeRO there is no choice left, and neither in an asynchronous pipeline."""
     for given in ({"zero": 0}, {"mode": "async"}):
-        with pytest.raises(FxpartError, match="FXP202"):
+        with pytest.raises(FxpartError, match="FXP202.*\n.*\n.* the other constraints, "):
             compiled(**given, shard_degree=2)
 
 
@@ -205,6 +209,9 @@ def test_the_mesh_may_name_both_axes() -> None:
     assert msgspec.structs.replace(one, constraints={}) == msgspec.structs.replace(
         other, constraints={}
     )
+    for axis in ("dp", "dp_shard"):  # of the request, and of the plan
+        same = compiled(**HYBRID, zero=2, zero_axis=axis).plan
+        assert (same.stages, same.sharding) == (one.stages, one.sharding)
     open_mesh = compiled(dp=4, stages=1, zero=2, shard_degree=2).plan
     assert open_mesh.stages == one.stages and open_mesh.sharding == one.sharding
 

@@ -169,7 +169,7 @@ def _explain_conflict(
     before = (
         f"; {', '.join(map(str, applied))} left"
         if applied and have != _values(whole, constraint.key)
-        else "; the model and the devices allow"
+        else "; the other constraints, the model and the devices allow"
     )
     return error(
         "FXP202",
