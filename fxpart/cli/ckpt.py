@@ -135,14 +135,18 @@ def verify(run: str, sign: str | None, as_json: bool) -> int:
     help="Remove incomplete checkpoints, too; only if no run uses the folder.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="List what would be removed, without removing it.")
+@sign_option("Count only checkpoints that the secret key in this file has signed.")
 @json_option
-def prune(run: str, keep: int, unfinished: bool, dry_run: bool, as_json: bool) -> int:
+def prune(
+    run: str, keep: int, unfinished: bool, dry_run: bool, sign: str | None, as_json: bool
+) -> int:
     """Remove all checkpoints of RUN except the newest complete ones.
 
     Checkpoints to keep are verified first; damaged ones do not count.
     """
     from fxpart.checkpoint import folder
 
+    key = load_key(sign)
     checkpoints = folder.find_checkpoints(Path(run))
     if checkpoints == [Path(run)]:
         fix = f"run fxpart ckpt prune {checkpoints[0].parent}"
@@ -151,7 +155,7 @@ def prune(run: str, keep: int, unfinished: bool, dry_run: bool, as_json: bool) -
         )
     root = checkpoints[0].parent
     removed = folder.prune(
-        root, keep, generation=1 << 62 if unfinished else 0, verify=True, dry=dry_run
+        root, keep, generation=1 << 62 if unfinished else 0, verify=True, dry=dry_run, key=key
     )
     names = [path.name for path in removed]
     if as_json:

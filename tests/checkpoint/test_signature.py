@@ -164,3 +164,15 @@ def test_convert_verifies_its_source_and_signs_its_target(
     words = [str(tmp_path / "all.safetensors"), str(tmp_path / "hf"), "--to", "hf"]
     assert cli(["ckpt", "convert", *words, "--sign", key]) == 2
     assert "have no signature" in capsys.readouterr().err
+
+
+def test_pruning_keeps_what_the_key_has_signed(
+    root: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unsigned checkpoints that are newer do not displace signed ones."""
+    Sample.make(40).save(root, 40)
+    assert cli(["ckpt", "prune", str(root), "--dry-run"]) == 0
+    assert "step-0000000020 would be removed" in capsys.readouterr().out
+    assert cli(["ckpt", "prune", str(root), "--sign", key]) == 0
+    assert folder.step_name(10) in (kept := {path.name for path in folder.list_complete(root)})
+    assert folder.step_name(20) in kept
