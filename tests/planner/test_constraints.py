@@ -124,6 +124,8 @@ KEPT: list[tuple[str, Any, Callable[[Plan], bool]]] = [
     ("forbid", "tp", lambda p: axis(p, "tp") == 1),
     ("zero", 2, lambda p: axis(p, "dp") == axis(p, "tp") == 1 or p.stages[0].zero == 2),
     ("forbid", "zero", lambda p: p.stages[0].zero == 0),
+    ("shard_degree", 2, lambda p: p.stages[0].shard_degree == 2),
+    ("forbid", "shard_degree", lambda p: p.stages[0].shard_degree == 0),
     ("microbatches", 4, lambda p: p.microbatches == 4),
     ("m", 2, lambda p: p.microbatches == 2),
     ("forbid", "microbatches=2", lambda p: p.microbatches != 2),
