@@ -66,17 +66,17 @@ class RankPrediction(_PredictionStruct, frozen=True, kw_only=True, forbid_unknow
     prediction, in an asynchronous schedule). Bytes at the peak; workspace: those of
     ``memory.activations`` that live only while a block runs. in_flight: microbatches whose
     activations are stored at once. peak: the largest total of the rank's tensors, found by
-    simulating a step op by op; at most ``memory.total``, which has the maximum of every part; 0 if
-    not simulated. top: the ten largest tensors at that moment. pieces: the (forward, backward)
-    seconds of each virtual stage, where known; their sums are those of the stage. microbatches: how
-    many of a step's microbatches the ranks compute, where other replicas of the stage compute the
-    others; 0: all. staleness: the most updates that the stage applies between a forward and its
-    backward; 0 where the pipeline is flushed before each update. update: bytes of tensors during
-    the optimizer step, including its temporaries; 0 if not known. process: bytes of the rank's
-    process besides its tensors (interpreter, libraries), and allocator: bytes that the allocator
-    reserves beyond its tensors, as measured on the rank's host, plus half the variation of equal
-    runs; 0 where not measured, and on devices other than CPUs. The memory limit leaves space for
-    both.
+    simulating a step op by op, 0 if not simulated; usually below ``memory.total``, which has the
+    maximum of every part, but not the gradients that wait across blocks. top: the ten largest
+    tensors at that moment. pieces: the (forward, backward) seconds of each virtual stage, where
+    known; their sums are those of the stage. microbatches: how many of a step's microbatches the
+    ranks compute, where other replicas of the stage compute the others; 0: all. staleness: the most
+    updates that the stage applies between a forward and its backward; 0 where the pipeline is
+    flushed before each update. update: bytes of tensors during the optimizer step, including its
+    temporaries; 0 if not known. process: bytes of the rank's process besides its tensors
+    (interpreter, libraries), and allocator: bytes that the allocator reserves beyond its tensors,
+    as measured on the rank's host, plus half the variation of equal runs; 0 where not measured, and
+    on devices other than CPUs. The memory limit leaves space for both.
     """
 
     ranks: tuple[int, ...]

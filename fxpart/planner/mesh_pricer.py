@@ -15,6 +15,7 @@ from fxpart.errors import FxpartError, Problem
 from fxpart.plan.constraint_table import DATA_AXES
 from fxpart.plan.model import Plan
 from fxpart.planner.cluster_views import has_curves, make_ideal_cluster
+from fxpart.planner.constraints import fixed_microbatches
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.group_orders import expand_assignments, is_unequal
 from fxpart.planner.mesh_plan import (
@@ -347,7 +348,8 @@ def _assumed_counts(
     """Return the numbers of microbatches for which placements may be selected, ascending.
 
     The first is the expected number; None leaves it open. Only that one where a stage is one rank,
-    so that nothing is placed. They are the same where the plan's own number is fixed.
+    so that nothing is placed. Where the plan's own number is fixed, a small graph has fewer
+    microbatches too, as if the number were found.
     """
     if not request.sharded or not front.captured.symbolic:
         return [None]
@@ -355,7 +357,10 @@ def _assumed_counts(
     rows = front.captured.batch_size // request.mesh.count(*DATA_AXES)
     first = find_even_count(rows, assignment.microbatches or 1)
     more = dict.fromkeys(find_even_count(rows, count) for count in counts)
-    return [None, *(count for count in more if count > first)]
+    fewer: list[int] = []
+    if front.info.nodes <= SMALL_GRAPH and fixed_microbatches(request.constraints):
+        fewer = sorted((count for count in more if count < first), reverse=True)
+    return [None, *fewer, *(count for count in more if count > first)]
 
 
 def _memory_use(plan: Plan) -> float:

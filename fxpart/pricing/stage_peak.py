@@ -231,9 +231,11 @@ class RecomputedStagePeak(StagePeak):
             sum(block.stored for number, block in self._blocks.items() if number <= mine)
             for mine in self._numbers
         ], dtype=np.int64)  # fmt: skip
-        outputs = self._space.waiting(sizes)[self._ends]
-        back = back - self._pieces.waiting(sizes) + self._space.waiting(sizes)
-        return {"recomputation": again + stored + outputs, "backward": back + stored}
+        others = self._space.waiting(sizes) - self._pieces.waiting(sizes)  # across blocks
+        return {
+            "recomputation": again + stored + others[self._ends],
+            "backward": back + stored + others,
+        }
 
     def _gradients_by_phase(self, trained: Sequence[Weight]) -> dict[str, NDArray[np.int64]]:
         grown = self._count_gradients(trained)

@@ -180,6 +180,9 @@ class Workspace:
         used = [_StorageLifetime(self._order[n], self._end(n), -size) for n, size in products]
         more = self._live([*(span for span, _ in self._remade(again)), *used], sizes)
         ends = np.array([self._end(n) for n in self._nodes], dtype=np.int64)
+        runs = np.array([self._of[n] in again for n in self._nodes], dtype=np.int64)
+        # The gradients of the block's results wait for its backward while it runs again.
+        forward = forward + runs * self.waiting(sizes)[ends]
         return forward + more, backward + more[ends] - self._live(self._freed, sizes)
 
     def remade_at(

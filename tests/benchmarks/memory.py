@@ -124,7 +124,7 @@ def compiled(work: Any, cluster: Any, constraints: Any, count: int, model: Any =
     example: Any = {given: work.example}
     return fxpart.compile(
         work.model, cluster, loss=work.loss, microbatches=count, constraints=constraints,
-        cost_model=model, **example,
+        cost_model=model, batch_coupling="per-microbatch", **example,
     )  # fmt: skip
 
 

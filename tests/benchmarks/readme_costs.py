@@ -144,7 +144,8 @@ def memory(note: str) -> str:
         f"Median and worst error {_errors(largest)}, at most {100 * largest['under']:.1f} % too "
         f"low; all {every['rows']} ranks: {_errors(every)}, {100 * every['under']:.1f} %. "
         f"On devices with exactly the memory that a plan needs, {within} of {len(limits)} runs"
-        f" stayed within it; with 8 MiB less, {refused} plans were refused."
+        f" stayed within it; with 8 MiB less, {len(limits) - refused} recompute and {refused} had "
+        "no plan."
     )
     return "\n".join([*lines, "", f"{words} {note}"])
 

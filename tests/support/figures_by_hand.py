@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-FILL = {"gpipe": 1.0, "1f1b": 1.0, "zb-h1": 1 / 3, "async": 0.0}
+# The share of the bubble with as many microbatches as stages or more, and with one microbatch.
+FILL = {"gpipe": (1.0, 1.0), "1f1b": (1.0, 1.0), "zb-h1": (1 / 3, 2 / 3), "async": (0.0, 0.0)}
 MEMORY = (
     "weights", "gradients", "optimizer", "activations", "buffers", "transfers", "copies", "sums",
 )  # fmt: skip
@@ -24,7 +25,10 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
     """The explanation from the plan's JSON alone."""
     m, prediction, stages = raw["microbatches"], raw["prediction"], raw["stages"]
     pieces = max(max(1, len(s["pieces"])) for s in stages)
-    share = 1 / pieces if raw["schedule"] == "interleaved" else FILL[raw["schedule"]]
+    share, alone = FILL.get(raw["schedule"], (1 / pieces, 1.0))
+    count = len({entry["stage"] for entry in prediction["ranks"]})
+    if m < count:
+        share += (alone - share) * (count - m) / (count - 1)
     rows = [row(entry, stages[entry["stage"]], raw) for entry in prediction["ranks"]]
     pace = [(m - share) * r["microbatch_seconds"] + r["step_only_seconds"] for r in rows]
     worst = pace.index(max(pace))

@@ -179,6 +179,9 @@ class JointScorer:
         inside = set(blocks)
         apart = [t for t in ties if not inside.issuperset(problem.ties[t].blocks)]
         state = StageState(layout, option, kinds, ties)
+        trained = [t for t in ties if not problem.ties[t].buffer]
+        weights = StageState(layout, option, kinds, trained).kept("weight")
+        held_buffers = state.kept("weight") - weights
         workspace = state.workspace(work)
         saved = sum(work.activation[k] for k in kinds) + computed
         return JointStage(
@@ -196,12 +199,12 @@ class JointScorer:
             ),
             optimizer_seconds=state.steps(),
             memory=StageMemory(
-                weights=state.kept("weight"),
+                weights=weights,
                 copies=extra * state.kept("weight"),
                 gradients=state.kept("gradient"),
                 optimizer=state.kept("optimizer"),
                 activations=flying * saved + workspace,
-                buffers=sum(layout.buffer[k] for k in kinds),
+                buffers=sum(layout.buffer[k] for k in kinds) + held_buffers,
                 transfers=flying * held,
             ),
             memory_limit=pool.memory,
