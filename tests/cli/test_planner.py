@@ -109,7 +109,7 @@ def test_wishes_are_options(
         (("--layout", "tt|tt"), 2, "the model has 8"),
         (("--fix", "schedule=async", "--mode", "sync"), 2, "contradict each other"),
         (("--weights", "stash"), 2, "a synchronous plan has no weight mode"),
-        (("--fix", "tp=5"), 3, "values of tp"),
+        (("--fix", "tp=5"), 3, "allow tp 1"),
         (("--fix", "ranks=64"), 3, "ranks"),
         (("--space", "all", "--dump-annotations", "a.toml"), 2, "omit one"),
     ],
