@@ -37,6 +37,7 @@ def trained(name: str, mode: str, plan: Any = None) -> Any:
         given = {"plan": msgspec.structs.replace(plan, stages=stages)}
     else:
         given["constraints"]["mesh"] = "none"
+        given["batch_coupling"] = "per-microbatch"
     program = fxpart.compile(
         built.model, "local:2", example_inputs=built.batch, loss=built.loss,
         batch_dims=built.batch_dims, **given,
