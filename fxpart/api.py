@@ -30,7 +30,7 @@ from fxpart.codegen.mesh_programs.row_dependence import (
 from fxpart.compiler.float8_linear import check_float8_devices
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import error
-from fxpart.passes.objective import ADDED_KEY
+from fxpart.passes.objective import ADDED_KEY, RowDependence
 from fxpart.plan.model import Plan
 from fxpart.plan.runtime_support import require
 from fxpart.plan.schedule import plan_schedule
@@ -39,7 +39,7 @@ from fxpart.plan.throughput import ModelWork
 from fxpart.planner.constraint_check import check_plan
 from fxpart.planner.constraints import (
     check_trainable,
-    fixed_microbatches,
+    find_exclusion,
     match_capture_precision,
     with_coupling,
     with_numbers,
@@ -488,12 +488,19 @@ def _check_precision(request: PlanRequest) -> None:
 
 
 def _resolve_microbatches(
-    front: PreparedModel, microbatches: int | None, plan: Plan | None = None
+    front: PreparedModel,
+    microbatches: int | None,
+    plan: Plan | None = None,
+    found: Sequence[RowDependence] | None = None,
 ) -> int | None:
-    """Return the microbatch count that row couplings allow; FXP114 for another count."""
+    """Return the microbatch count that row couplings allow; FXP114 for another count.
+
+    found: the couplings, if they are known.
+    """
     constraints = {**(plan.constraints if plan is not None else {}), **front.request.constraints}
-    found = couplings(front.graph, front.captured)
-    return resolve_microbatches(found, constraints, microbatches, fixed_microbatches(constraints))
+    found = couplings(front.graph, front.captured) if found is None else found
+    excluding = find_exclusion(constraints, "microbatches", 1)
+    return resolve_microbatches(found, constraints, microbatches, excluding)
 
 
 def _solve(
@@ -507,10 +514,7 @@ def _solve(
     """
     made: list[Program] = []
     found_couplings = couplings(front.graph, front.captured)
-    constraints = front.request.constraints
-    microbatches = resolve_microbatches(
-        found_couplings, constraints, microbatches, fixed_microbatches(constraints)
-    )
+    microbatches = _resolve_microbatches(front, microbatches, found=found_couplings)
 
     def search() -> Plan:
         checked = front.compare()

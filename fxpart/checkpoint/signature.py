@@ -40,8 +40,8 @@ class SigningKey:
             secret = read_bytes(path, _MOST).strip()
             with open_regular_file(path) as (file, _):
                 mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        except OSError as cause:
-            why = f"The key file cannot be read: {cause.strerror or cause}."
+        except (OSError, TypeError, ValueError) as cause:
+            why = f"The key file cannot be read: {getattr(cause, 'strerror', '') or cause}."
             raise error("FXP109", where=f"--sign {path}", why=why, fix=fix) from cause
         if len(secret) < _FEWEST:
             why = f"The key has {len(secret)} bytes; at least {_FEWEST} are required."

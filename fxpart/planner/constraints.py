@@ -182,15 +182,21 @@ def allowed_recompute(constraints: Constraints) -> tuple[Recompute, ...]:
     return ("none",) if constraints.get("solver") == "cp-sat" and "none" in found else found
 
 
-def fixed_microbatches(constraints: Constraints) -> tuple[int, ...]:
-    """Return the numbers of microbatches that the constraints allow; none if they allow all."""
+def list_fixed(constraints: Constraints, key: str) -> tuple[int, ...]:
+    """Return the numbers to which the constraints fix a decision; none if they do not."""
+    found = parse_constraints(constraints)
+    return tuple(n for w in found if (w.kind, w.key) == ("fix", key) for n in w.numbers)
+
+
+def find_exclusion(constraints: Constraints, key: str, value: int) -> str:
+    """Return the constraint that does not allow a value of a decision, "" if there is none."""
     return next(
         (
-            constraint.numbers
+            str(constraint)
             for constraint in parse_constraints(constraints)
-            if (constraint.kind, constraint.key) == ("fix", "microbatches")
+            if constraint.key == key and (value in constraint.numbers) != (constraint.kind == "fix")
         ),
-        (),
+        "",
     )
 
 

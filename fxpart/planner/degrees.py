@@ -18,6 +18,7 @@ from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
 from fxpart.plan.constraint_table import CONTEXT_AXIS, DATA_AXES, DATA_AXIS, QUEUE, SHARD_AXIS
 from fxpart.plan.model import Plan, PlanModel
+from fxpart.planner.constraints import list_fixed
 from fxpart.planner.context_parallelism import PlacedSequences
 from fxpart.planner.degree_proposal import DegreeSearchResult, make_proposal, select_distinct
 from fxpart.planner.device_assignment import assign_devices
@@ -70,11 +71,11 @@ def build_joint_problem(
     if not captured.symbolic:
         _refuse_fixed_degrees(captured, request)
     allowed = space or make_trainable_space(captured, request.mode)
-    if levels := _list_fixed(request, "zero"):
+    if levels := list_fixed(request.constraints, "zero"):
         allowed = replace(allowed, zero=levels)  # also levels that another one dominates
-    if ranks := _list_fixed(request, CONTEXT_AXIS):
+    if ranks := list_fixed(request.constraints, CONTEXT_AXIS):
         allowed = replace(allowed, context=ranks)  # also for short sequences
-    if shards := _list_fixed(request, "shard_degree"):
+    if shards := list_fixed(request.constraints, "shard_degree"):
         allowed = replace(allowed, shard_degree=shards)
     schedules = _schedules(request, priced=space is None)
     return joint_problem(
@@ -108,24 +109,18 @@ def _schedules(request: PlanRequest, *, priced: bool) -> tuple[str, ...]:
     return tuple(word for word in words if word in list_closed_forms())
 
 
-def _list_fixed(request: PlanRequest, key: str) -> tuple[int, ...]:
-    """Return the numbers to which the user fixed a decision."""
-    constraints = parse_constraints(request.constraints)
-    return tuple(n for w in constraints if (w.kind, w.key) == ("fix", key) for n in w.numbers)
-
-
 def _refuse_fixed_degrees(captured: CapturedModel, request: PlanRequest) -> None:
-    """Raise FXP202 for a degree above 1 of a model that was captured with a fixed batch."""
-    for axis in (DATA_AXIS, "tp", CONTEXT_AXIS, "ep"):
-        if (ranks := _list_fixed(request, axis)) and 1 not in ranks:
+    """Raise FXP202 for degrees to search of a model that was captured with a fixed batch."""
+    meshes = {key: f"{key}=2" for key in (DATA_AXIS, "tp", CONTEXT_AXIS, "ep")}
+    for key, mesh in {**meshes, "shard_degree": f"{DATA_AXIS}=2,{SHARD_AXIS}=2"}.items():
+        if (numbers := list_fixed(request.constraints, key)) and min(numbers) > 1:
             raise error(
                 "FXP202",
-                where=f"{axis}={','.join(map(str, ranks))}",
-                why="the model could only be captured with a fixed batch, which ranks cannot share"
-                + "".join(f"; {each}" for each in captured.tried[:1]),
-                fix="remove the constraint, or let the model take any number of rows: len() of a "
-                "tensor fixes its size, shape[0] does not; "
-                "`fxpart doctor` shows every attempt",
+                where=f"{key}={','.join(map(str, numbers))}",
+                why="degrees are not searched, because the model could only be captured with a "
+                "fixed batch" + "".join(f"; {each}" for each in captured.tried[:1]),
+                fix=f'fix the whole mesh, such as mesh="{mesh}", or let the model take any number '
+                "of rows: len() of a tensor fixes its size, shape[0] does not",
             )
 
 

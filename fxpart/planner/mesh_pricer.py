@@ -15,7 +15,7 @@ from fxpart.errors import FxpartError, Problem
 from fxpart.plan.constraint_table import DATA_AXES
 from fxpart.plan.model import Plan
 from fxpart.planner.cluster_views import has_curves, make_ideal_cluster
-from fxpart.planner.constraints import fixed_microbatches
+from fxpart.planner.constraints import list_fixed
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.group_orders import expand_assignments, is_unequal
 from fxpart.planner.mesh_plan import (
@@ -358,7 +358,7 @@ def _assumed_counts(
     first = find_even_count(rows, assignment.microbatches or 1)
     more = dict.fromkeys(find_even_count(rows, count) for count in counts)
     fewer: list[int] = []
-    if front.info.nodes <= SMALL_GRAPH and fixed_microbatches(request.constraints):
+    if front.info.nodes <= SMALL_GRAPH and list_fixed(request.constraints, "microbatches"):
         fewer = sorted((count for count in more if count < first), reverse=True)
     return [None, *fewer, *(count for count in more if count > first)]
 

@@ -34,7 +34,7 @@ from fxpart.errors import error
 from fxpart.passes import PREPARE, all_passes
 from fxpart.plan.constraint_table import DATA_AXES
 from fxpart.plan.model import ModuleCheck, Plan, PlanModel
-from fxpart.planner.constraints import fixed_microbatches
+from fxpart.planner.constraints import list_fixed
 from fxpart.planner.execution_mode import Constraints
 from fxpart.planner.plan_builder import model_info
 from fxpart.planner.request import (
@@ -223,7 +223,7 @@ def _capture(
     if captured.symbolic or not any(i.batch_dim is not None for i in captured.inputs):
         return captured
     batch = captured.batch_size
-    fixed = fixed_microbatches(request.constraints)
+    fixed = list_fixed(request.constraints, "microbatches")
     if microbatches is None and len(fixed) == 1:
         microbatches = fixed[0]
     count = microbatches

@@ -279,7 +279,7 @@ class BlockCostSheet:
             kept[mode] = tuple(one.stored for one in found)
             products = [each for one in found for each in one.products]
             again = {i for i, one in zip(indices, found, strict=True) if one.again}
-            lives[mode] = live(self._workspace.recomputed(sizes, again, products))
+            lives[mode] = live(self._workspace.bytes(sizes, again, products))
         return BlockMemory(kept, lives)
 
     def _by_kind(self, seconds: Row) -> Row:

@@ -15,7 +15,7 @@ from fxpart.pricing.memory import find_needed_nodes
 from fxpart.pricing.recompute_costs import RecomputeCosts, RecomputedBlock
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.stage_parallelism import StageParallelism
-from fxpart.pricing.stage_peak import RecomputedStagePeak, StagePeak
+from fxpart.pricing.stage_peak import RecomputedStagePeak, StageOps, StagePeak
 from fxpart.pricing.variants import BatchSplit, Sizes, captured_rows
 from fxpart.pricing.weights import trained_names
 from fxpart.schedule.weight_modes import FLUSH
@@ -45,7 +45,8 @@ def with_live_tensors(
         rows = -(-plan.batch_size // shared.rows // plan.microbatches)
     sizes = Sizes(captured, BatchSplit(rows, plan.microbatches), shared.parts)
     specs = Specs(trained_names(captured) if captured.training else ())
-    recomputed = _recomputed_blocks(graph, specs, sizes) if _recomputes(plan) else []
+    again = any(stage.recompute != "none" for stage in plan.stages)
+    recomputed = _recomputed_blocks(graph, specs, sizes) if again else []
     alive, duplicated = find_needed_nodes(graph.graph), find_duplicated_ops(graph.graph)
     nodes = [n for n in graph.graph.nodes if n in alive and annotation(n).block is not None]
     found = []
@@ -60,22 +61,17 @@ def with_live_tensors(
         own = [n for n in nodes if stage.first <= (annotation(n).block or 0) <= stage.last]
         with_duplicates = add_duplicated_ops(own, duplicated)
         mine = [n for n in nodes if n in with_duplicates]
-        peak = StagePeak(mine, weights_of_stage, specs, sizes)
-        if stage.recompute != "none":
-            blocks = {
-                number: recomputed[number][stage.recompute]
-                for number in range(stage.first, stage.last + 1)
-            }
-            peak = RecomputedStagePeak(mine, weights_of_stage, specs, sizes, blocks)
+        ops = StageOps(mine, weights_of_stage, specs, sizes)
+        if stage.recompute == "none":
+            peak = StagePeak(ops)
+        else:
+            numbers = range(stage.first, stage.last + 1)
+            peak = RecomputedStagePeak(ops, {n: recomputed[n][stage.recompute] for n in numbers})
         found.append(
             peak.with_peak(entry, plan.microbatches, plan.weights if plan.weights != FLUSH else "")
         )
     prediction = msgspec.structs.replace(plan.prediction, ranks=tuple(found))
     return msgspec.structs.replace(plan, prediction=prediction)
-
-
-def _recomputes(plan: Plan) -> bool:
-    return any(stage.recompute != "none" for stage in plan.stages)
 
 
 def _recomputed_blocks(

@@ -223,7 +223,7 @@ class RecomputeCosts:
                 activation=tuple(block[mode].stored for block in each),
                 workspace=tuple(
                     packed + size
-                    for size in workspace.recomputed(
+                    for size in workspace.bytes(
                         sizes,
                         {number for number, block in enumerate(each) if block[mode].again},
                         [one for block in each for one in block[mode].products],

@@ -40,21 +40,29 @@ class _SavedTensor:
     saver: str
 
 
+@dataclass(frozen=True)
+class StageOps:
+    """What a rank computes of a stage. nodes: in order. weights: parameters and buffers."""
+
+    nodes: Sequence[fx.Node]
+    weights: Sequence[Weight]
+    specs: Specs
+    sizes: Sizes
+
+    @property
+    def scope(self) -> BlockScope:
+        """The nodes, with the names of those that autograd saves."""
+        names = frozenset(saved.source for n in self.nodes for saved in annotation(n).saved)
+        return BlockScope(tuple(self.nodes), names)
+
+
 class StagePeak:
     """One stage's tensors during a microbatch."""
 
-    def __init__(
-        self,
-        nodes: Sequence[fx.Node],
-        weights_of_stage: Sequence[Weight],
-        specs: Specs,
-        sizes: Sizes,
-    ) -> None:
-        """Find lifetimes. nodes: in order. weights_of_stage: its parameters and buffers."""
-        self._nodes, self._weights, self._sizes = nodes, weights_of_stage, sizes
-        names = frozenset(saved.source for n in nodes for saved in annotation(n).saved)
-        self._scope = BlockScope(tuple(nodes), names)
-        self._space = Workspace(self._scope, specs, 1, whole=True)
+    def __init__(self, stage: StageOps) -> None:
+        """Find lifetimes."""
+        self._nodes, self._weights, self._sizes = stage.nodes, stage.weights, stage.sizes
+        self._space = Workspace(stage.scope, stage.specs, 1, whole=True)
         self._saved_tensors = list(self._storages())
         self._saved = sum(kept.size for kept in self._saved_tensors)
 
@@ -204,21 +212,15 @@ class RecomputedStagePeak(StagePeak):
     When a block runs again, this and earlier blocks have what they store, later ones have nothing.
     """
 
-    def __init__(
-        self,
-        nodes: Sequence[fx.Node],
-        weights_of_stage: Sequence[Weight],
-        specs: Specs,
-        sizes: Sizes,
-        blocks: Mapping[int, RecomputedBlock],
-    ) -> None:
+    def __init__(self, stage: StageOps, blocks: Mapping[int, RecomputedBlock]) -> None:
         """Find lifetimes. blocks: those of the stage, by number."""
-        super().__init__(nodes, weights_of_stage, specs, sizes)
+        super().__init__(stage)
         self._blocks = blocks
-        self._numbers = [annotation(node).block or 0 for node in nodes]
+        self._numbers = [annotation(node).block or 0 for node in stage.nodes]
         last = {number: index for index, number in enumerate(self._numbers)}
         self._ends = np.array([last[number] for number in self._numbers], dtype=np.int64)
-        self._pieces = Workspace(self._scope, specs, max(self._numbers, default=0) + 1)
+        count = max(self._numbers, default=0) + 1
+        self._pieces = Workspace(stage.scope, stage.specs, count)
         self._saved = sum(block.stored for block in blocks.values())
         self._again = {number for number, block in blocks.items() if block.again}
 

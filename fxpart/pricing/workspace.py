@@ -153,20 +153,21 @@ class Workspace:
             freed.append(_StorageLifetime(start[block], first - 1, size))
         return made, freed
 
-    def bytes(self, sizes: Sizes) -> tuple[int, ...]:
-        """Return the peak of each block at one microbatch size."""
-        forward, backward = self.live(sizes)
-        # An op's own saved tensors are freed after it, so its gradients add to them.
-        return self._peaks(forward, backward - self._live(self._freed, sizes))
-
-    def recomputed(
-        self, sizes: Sizes, again: Container[int | None], products: Iterable[tuple[fx.Node, int]]
+    def bytes(
+        self,
+        sizes: Sizes,
+        again: Container[int | None] = (),
+        products: Iterable[tuple[fx.Node, int]] = (),
     ) -> tuple[int, ...]:
-        """Return the peak of each block if some are recomputed just before their backward.
+        """Return the peak of each block at one microbatch size.
 
         again, products: see :meth:`recomputed_live`.
         """
-        return self._peaks(*self.recomputed_live(sizes, again, products))
+        peak = np.zeros(self._blocks, dtype=np.int64)
+        where = np.array([self._of[n] for n in self._nodes], dtype=np.int64)
+        for live in self.recomputed_live(sizes, again, products):
+            np.maximum.at(peak, where, live)
+        return tuple(int(p) for p in peak)
 
     def recomputed_live(
         self, sizes: Sizes, again: Container[int | None], products: Iterable[tuple[fx.Node, int]]
@@ -174,7 +175,8 @@ class Workspace:
         """Return the bytes besides stored tensors while each op runs again, and in its backward.
 
         again: the blocks that are recomputed; others run once. products: ops of these blocks and
-        bytes that are stored until the op runs again.
+        bytes that are stored until the op runs again. An op's own saved tensors are freed after its
+        backward, so its gradients add to them.
         """
         forward, backward = self.live(sizes)
         used = [_StorageLifetime(self._order[n], self._end(n), -size) for n, size in products]
@@ -211,13 +213,6 @@ class Workspace:
             for span, freed in zip(self._made, self._freed, strict=True)
             if span.node is not None and self._of[span.node] in again
         ]
-
-    def _peaks(self, *live: NDArray[np.int64]) -> tuple[int, ...]:
-        peak = np.zeros(self._blocks, dtype=np.int64)
-        where = np.array([self._of[n] for n in self._nodes], dtype=np.int64)
-        for each in live:
-            np.maximum.at(peak, where, each)
-        return tuple(int(p) for p in peak)
 
     def live(self, sizes: Sizes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the bytes besides saved tensors while each op's forward and backward runs."""

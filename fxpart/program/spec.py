@@ -214,7 +214,7 @@ def dim_value(dim: Dim, symbols: Mapping[str, int]) -> int:
     Supports + - * // % **, ``max`` and ``min``. Raises FXP109 for any other expression and for a
     symbol without a value.
     """
-    return dim if isinstance(dim, int) else _evaluate(dim, symbols, _DIM_CALLS)
+    return dim if isinstance(dim, int) else _evaluate(dim, symbols, floats=False)
 
 
 def number_value(text: int | float | str, symbols: Mapping[str, int]) -> int | float:
@@ -224,13 +224,13 @@ def number_value(text: int | float | str, symbols: Mapping[str, int]) -> int | f
     """
     if isinstance(text, int | float):
         return text
-    found: int | float = _evaluate(text, symbols, _NUMBER_CALLS)
+    found: int | float = _evaluate(text, symbols, floats=True)
     return found
 
 
-def _evaluate(text: str, symbols: Mapping[str, int], calls: Mapping[str, _Call]) -> Any:
+def _evaluate(text: str, symbols: Mapping[str, int], *, floats: bool) -> Any:
     try:
-        return _number(ast.parse(text, mode="eval").body, symbols, calls)
+        return _number(ast.parse(text, mode="eval").body, symbols, floats)
     except (
         SyntaxError, ValueError, KeyError, RecursionError, ArithmeticError, TypeError
     ) as cause:  # fmt: skip
@@ -277,8 +277,8 @@ _NUMBER_CALLS: dict[str, _Call] = {
 }
 
 
-def _number(tree: ast.expr, symbols: Mapping[str, int], calls: Mapping[str, _Call]) -> Any:
-    floats = calls is _NUMBER_CALLS
+def _number(tree: ast.expr, symbols: Mapping[str, int], floats: bool) -> Any:
+    calls = _NUMBER_CALLS if floats else _DIM_CALLS
     match tree:
         case ast.Constant(value=int(number)):
             return number
@@ -287,16 +287,16 @@ def _number(tree: ast.expr, symbols: Mapping[str, int], calls: Mapping[str, _Cal
         case ast.Name(id=name):
             return symbols[name]
         case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_number(inner, symbols, calls)
+            return -_number(inner, symbols, floats)
         case ast.BinOp(left=left, op=ast.Div(), right=right) if floats:
-            return _number(left, symbols, calls) / _number(right, symbols, calls)
+            return _number(left, symbols, floats) / _number(right, symbols, floats)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _DIM_OPS:
-            a, b = _number(left, symbols, calls), _number(right, symbols, calls)
+            a, b = _number(left, symbols, floats), _number(right, symbols, floats)
             if isinstance(op, ast.Pow) and not 0 <= b <= 8:
                 raise ValueError("a power above 8")
             return _DIM_OPS[type(op)](a, b)
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in calls and args:
-            return calls[name](*(_number(a, symbols, calls) for a in args))
+            return calls[name](*(_number(a, symbols, floats) for a in args))
     raise ValueError(f"{ast.unparse(tree)} is not a size")
 
 

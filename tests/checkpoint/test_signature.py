@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_files import Sample
@@ -121,7 +122,8 @@ def test_key_files_that_are_no_keys(tmp_path: Path, content: str, why: str) -> N
 
 
 def test_a_key_file_that_cannot_be_read(tmp_path: Path) -> None:
-    for path in (tmp_path / "none", tmp_path):
+    wrong: list[Any] = [tmp_path / "none", tmp_path, 5, "a\0b"]
+    for path in wrong:
         with pytest.raises(FxpartError, match="cannot be read") as caught:
             SigningKey.load(path)
         assert caught.value.code == "FXP109"

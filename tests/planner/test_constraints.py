@@ -18,6 +18,7 @@ from fxpart.plan.constraint_table import CONSTRAINTS
 from fxpart.plan.model import Plan
 from fxpart.planner.constraint_check import check_plan
 from fxpart.planner.constraints import allowed_stages
+from fxpart.verification.comparison import verify
 
 LAYERS = 6
 
@@ -341,6 +342,8 @@ def test_a_fixed_number_of_microbatches_of_coupled_rows(counts: int | str) -> No
     with pytest.raises(FxpartError, match="FXP114") as caught:
         make(constraints={"mesh": "none", "microbatches": counts})
     assert "max combines rows" in caught.value.problems[0].why
+    with pytest.raises(FxpartError, match="FXP114"):
+        make(constraints={"mesh": "none", "forbid": "microbatches=1"})
     assert make(constraints={"mesh": "none", "microbatches": "1,2"}).plan.microbatches == 1
 
 
@@ -352,13 +355,19 @@ class Nearest(Layered):
         return out + torch.cdist(out, out).mean()
 
 
-@pytest.mark.parametrize("axis", ["dp", "tp", "cp"])
-def test_degrees_of_a_fixed_batch(axis: str) -> None:
+@pytest.mark.parametrize("decision", ["dp", "tp", "cp", "shard_degree"])
+def test_degrees_of_a_fixed_batch(decision: str) -> None:
+    """They are not searched; a whole mesh can be fixed, as the error says."""
     given = (torch.randn(8, 8), torch.zeros(8, 4))
-    with pytest.raises(FxpartError, match="FXP202.*\n.*\n.*a fixed batch"):
-        fxpart.compile(
-            Nearest(), "local:2", example_inputs=given, loss=nn.MSELoss(), constraints={axis: 2}
-        )
+    make = partial(fxpart.compile, Nearest(), "local:4", example_inputs=given, loss=nn.MSELoss())
+    constraints = {"zero": 2} if decision == "shard_degree" else {}
+    with pytest.raises(FxpartError, match="FXP202.*\n.*\n.*a fixed batch") as caught:
+        make(constraints={decision: 2, **constraints})
+    assert (
+        f'mesh="{"dp=2,dp_shard" if constraints else decision}=2"' in caught.value.problems[0].fix
+    )
+    if decision == "dp":
+        assert verify(make(constraints={"mesh": "dp=2", "stages": 1}), steps=2).passed
 
 
 def test_a_constraint_that_earlier_ones_contradict_names_them() -> None:

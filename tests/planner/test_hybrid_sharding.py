@@ -11,12 +11,13 @@ import msgspec
 import pytest
 import torch
 from golden_plans import Layers
+from host_clusters import equal_hosts
 from hybrid_programs import HYBRID, compiled
 from stage_runs import prepared
 from torch import nn
 
 import fxpart
-from fxpart import Cluster, Device, FxpartError, Link, Plan, Program
+from fxpart import Cluster, FxpartError, Plan, Program
 from fxpart.capture import capture
 from fxpart.costs import CostModel
 from fxpart.elastic.state_shares import shares_of
@@ -47,25 +48,7 @@ class Loss(nn.Module):
 
 
 def hosts(count: int = 2, each: int = 2, *, shared: bool = False) -> Cluster:
-    """Equal hosts with fast links inside and slow links between them."""
-    return Cluster(
-        name="hosts",
-        devices=tuple(
-            Device(
-                name=f"h{host}/gpu:{place}", kind="gpu", model="card", host=f"h{host}",
-                memory=MEMORY, flops={"float32": 20e12}, bandwidth=1e12, source="formula",
-            )
-            for host in range(count)
-            for place in range(each)
-        ),
-        links=(
-            Link(source="*", target="*", latency=1e-9, bandwidth=FAR, kind="net", shared=shared),
-            *(
-                Link(source=f"h{host}", target=f"h{host}", latency=1e-9, bandwidth=NEAR)
-                for host in range(count)
-            ),
-        ),
-    )  # fmt: skip
+    return equal_hosts(count, each, memory=MEMORY, near=NEAR, far=FAR, shared=shared)
 
 
 @cache

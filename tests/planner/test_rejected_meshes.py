@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from host_clusters import equal_hosts
 from torch import nn
 
 import fxpart
-from fxpart import Cluster, Device, Link, Plan
+from fxpart import Cluster, Plan
 from fxpart.planner.mesh_plan import SlowerThanIncumbentError
 from fxpart.planner.mesh_pricer import MeshPricer
 
@@ -34,21 +35,7 @@ class Net(nn.Module):
 
 
 def cluster(memory: int, far: float) -> Cluster:
-    """Two hosts of two devices."""
-    return Cluster(
-        name="hosts",
-        devices=tuple(
-            Device(
-                name=f"h{at // 2}/gpu:{at % 2}", kind="gpu", model="card", host=f"h{at // 2}",
-                memory=memory, flops={"float32": 20e12}, bandwidth=1e12, source="formula",
-            )
-            for at in range(4)
-        ),
-        links=(
-            Link(source="*", target="*", latency=1e-9, bandwidth=far, kind="net"),
-            *(Link(source=h, target=h, latency=1e-9, bandwidth=100e9) for h in ("h0", "h1")),
-        ),
-    )  # fmt: skip
+    return equal_hosts(2, 2, memory=memory, near=100e9, far=far)
 
 
 @pytest.mark.slow

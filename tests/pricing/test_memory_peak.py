@@ -17,7 +17,7 @@ from fxpart.planner.plan_builder import rank_prediction
 from fxpart.pricing.memory import find_needed_nodes
 from fxpart.pricing.partition import price
 from fxpart.pricing.specs import Specs, annotation
-from fxpart.pricing.stage_peak import StagePeak
+from fxpart.pricing.stage_peak import StageOps, StagePeak
 from fxpart.pricing.variants import BatchSplit, Sizes
 from fxpart.pricing.weights import trained_names
 from fxpart.profiling.memory import allocations
@@ -39,7 +39,9 @@ def test_the_peak_of_a_microbatch(name: str) -> None:
     alive = find_needed_nodes(graph.graph)
     nodes = [n for n in graph.graph.nodes if n in alive and annotation(n).block is not None]
     follow = StagePeak(
-        nodes, problem.weights, Specs(trained_names(model)), Sizes(model, BatchSplit(rows, 1))
+        StageOps(
+            nodes, problem.weights, Specs(trained_names(model)), Sizes(model, BatchSplit(rows, 1))
+        )
     )
     found = follow.with_peak(entry, microbatches=2)
     memory = entry.memory

@@ -1,7 +1,7 @@
 """Runs of ``fxpart train`` whose launcher, its shell or all processes are killed, beside another.
 
 After each kill the ranks end by themselves, or train on under the launcher that is left; the same
-command then resumes the run, or is refused while the run goes on.
+command then resumes the run, or is refused while the run is alive.
 """
 
 from __future__ import annotations

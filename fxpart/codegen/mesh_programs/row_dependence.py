@@ -65,24 +65,23 @@ def resolve_microbatches(
     found: Sequence[RowDependence],
     constraints: Mapping[str, object],
     microbatches: int | None,
-    fixed: Sequence[int] = (),
+    excluding: str = "",
 ) -> int | None:
     """Return the number of microbatches: 1 if rows are coupled and the user did not accept it.
 
-    fixed: the numbers that constraints allow, if any. Raise FXP114 with each coupling if only other
-    numbers were requested.
+    excluding: the constraint that does not allow 1, if any. Raise FXP114 with each coupling if
+    another number was requested.
     """
     if not found or is_accepted(constraints):
         return microbatches
-    requested = fixed if microbatches is None else (microbatches,)
-    if requested and 1 not in requested:
-        count = " or ".join(map(str, requested))
+    requested = excluding if microbatches is None else f"{microbatches} microbatches"
+    if requested and microbatches != 1:
         raise FxpartError(
             [
                 Problem(
                     "FXP114",
                     item.where,
-                    f"with {count} microbatches the objective differs from that of the "
+                    f"with {requested} the objective differs from that of the "
                     f"whole batch: {item.why}",
                     _FIX,
                 )

@@ -179,9 +179,11 @@ class JointScorer:
         inside = set(blocks)
         apart = [t for t in ties if not inside.issuperset(problem.ties[t].blocks)]
         state = StageState(layout, option, kinds, ties)
-        trained = [t for t in ties if not problem.ties[t].buffer]
-        weights = StageState(layout, option, kinds, trained).kept("weight")
-        held_buffers = state.kept("weight") - weights
+        weights = state.kept("weight")
+        parameters = [t for t in ties if not problem.ties[t].buffer]
+        tied = 0  # Bytes of tied buffers, which are weights in the layout.
+        if len(parameters) < len(ties):
+            tied = weights - StageState(layout, option, kinds, parameters).kept("weight")
         workspace = state.workspace(work)
         saved = sum(work.activation[k] for k in kinds) + computed
         return JointStage(
@@ -199,12 +201,12 @@ class JointScorer:
             ),
             optimizer_seconds=state.steps(),
             memory=StageMemory(
-                weights=weights,
-                copies=extra * state.kept("weight"),
+                weights=weights - tied,
+                copies=extra * weights,
                 gradients=state.kept("gradient"),
                 optimizer=state.kept("optimizer"),
                 activations=flying * saved + workspace,
-                buffers=sum(layout.buffer[k] for k in kinds) + held_buffers,
+                buffers=sum(layout.buffer[k] for k in kinds) + tied,
                 transfers=flying * held,
             ),
             memory_limit=pool.memory,
