@@ -9,6 +9,7 @@ except where a partial batch is cut into other microbatches on another mesh.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,6 +33,7 @@ _LOCK = threading.RLock()  # All threads share one generator.
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _COLUMN, _LOW, _HIGH = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
 _CHUNK = 1 << 16  # elements whose intermediate values stay in a processor's cache
+_Positions = torch.Tensor | int  # a number stands for all positions below it
 _RATES = frozenset({"p", "dropout", "dropout_p"})  # arguments of ops that contain a dropout
 
 
@@ -181,36 +183,45 @@ def draw_kept(
     """
     if is_fake(like) or like.is_meta or not like.numel():
         return torch.empty_like(like, dtype=torch.bool)
-    sizes = list(like.shape if shape is None else shape) or [1]
-    given = [*at, *[None] * (len(sizes) - len(at))]
-    device = like.device  # no copy from the host, which would wait
-    lines = [
-        torch.arange(n, device=device) if p is None else p.to(device)
-        for n, p in zip(sizes, given, strict=True)
-    ]
-    rows = torch.zeros(1, dtype=torch.int64, device=device)
-    for size, line in zip(sizes[:-1], lines[:-1], strict=True):
-        rows = (rows[:, None] * size + line).reshape(-1)
     # Numbers are uniform from -2**31; those below the limit are dropped.
     limit = min(max(round((1 - rate) * 2**32), 0), 2**32 - 1) - 2**31
-    keep = _keep_on_cpu if device.type == "cpu" else _keep_on_device
-    found = keep(seed & _MASK, rows, lines[-1], limit)
+    keep = _keep_on_cpu if like.device.type == "cpu" else _keep_on_device
+    sizes = list(like.shape if shape is None else shape) or [1]
+    found = keep(seed & _MASK, *_count_lines(sizes, at, like.device), limit, like.device)
     return found.fill_(False).view(like.shape) if rate <= 0 else found.view(like.shape)
 
 
-def _keep_on_cpu(seed: int, rows: torch.Tensor, columns: torch.Tensor, limit: int) -> torch.Tensor:
+def _count_lines(
+    sizes: Sequence[int], at: Sequence[torch.Tensor | None], device: torch.device
+) -> tuple[_Positions, _Positions]:
+    """Return the numbers of rows and of columns, or how many there are if all are kept in order."""
+    *given, last = [*at, *[None] * (len(sizes) - len(at))]
+    columns = sizes[-1] if last is None else last.to(device)
+    if all(positions is None for positions in given):
+        return math.prod(sizes[:-1]), columns
+    rows = torch.zeros(1, dtype=torch.int64, device=device)  # no copy from the host: it would wait
+    for size, positions in zip(sizes[:-1], given, strict=True):
+        line = torch.arange(size, device=device) if positions is None else positions.to(device)
+        rows = (rows[:, None] * size + line).reshape(-1)
+    return rows, columns
+
+
+def _keep_on_cpu(
+    seed: int, rows: _Positions, columns: _Positions, limit: int, device: torch.device
+) -> torch.Tensor:
     """Return for every row and column whether its number is at least the limit."""
-    keys = rows.numpy().astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
+    lines = [np.arange(n) if isinstance(n, int) else n.numpy() for n in (rows, columns)]
+    keys = lines[0].astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(seed)
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
         keys ^= keys >> np.uint64(shift)
         keys *= np.uint64(factor)
     low, high = keys.astype(np.uint32)[:, None], (keys >> np.uint64(32)).astype(np.uint32)[:, None]
-    counters = columns.numpy().astype(np.uint32) * np.uint32(_COLUMN)
-    kept: NDArray[np.bool_] = np.empty((len(rows), len(counters)), dtype=np.bool_)
+    counters = lines[1].astype(np.uint32) * np.uint32(_COLUMN)
+    kept: NDArray[np.bool_] = np.empty((len(keys), len(counters)), dtype=np.bool_)
     step = max(1, _CHUNK // len(counters))
-    buffers = np.empty((2, min(step, len(rows)), len(counters)), dtype=np.uint32)
-    for start in range(0, len(rows), step):
-        stop = min(start + step, len(rows))
+    buffers = np.empty((2, min(step, len(keys)), len(counters)), dtype=np.uint32)
+    for start in range(0, len(keys), step):
+        stop = min(start + step, len(keys))
         value, shifted = buffers[:, : stop - start]
         np.add(counters, low[start:stop], out=value)
         for shift, factor, key in ((16, _LOW, high), (15, _HIGH, None), (16, 1, None)):
@@ -223,12 +234,12 @@ def _keep_on_cpu(seed: int, rows: torch.Tensor, columns: torch.Tensor, limit: in
 
 
 def _keep_on_device(
-    seed: int, rows: torch.Tensor, columns: torch.Tensor, limit: int
+    seed: int, rows: _Positions, columns: _Positions, limit: int, device: torch.device
 ) -> torch.Tensor:
     """As :func:`_keep_on_cpu`, in torch's signed integers, which wrap around."""
-    given = rows, columns.to(torch.int32), _signed(seed, 64), limit
+    given = rows, columns, _signed(seed, 64), limit, device
     try:
-        return _select_kernel(rows.device.type)(*given)
+        return _select_kernel(device.type)(*given)
     except Exception:  # not compiled for these sizes: the same ops one by one
         return _keep(*given)
 
@@ -240,20 +251,22 @@ def _select_kernel(kind: str) -> Callable[..., torch.Tensor]:
     It is tried once, as an attempt that fails takes long.
     """
     made: Callable[..., torch.Tensor] = torch.compile(_keep, dynamic=True)
-    numbers = torch.arange(3, device=kind)
     try:
-        made(numbers, numbers.to(torch.int32), 1, 0)
+        made(3, 3, 1, 0, torch.device(kind))
     except Exception:
         return _keep
     return made
 
 
-def _keep(rows: torch.Tensor, columns: torch.Tensor, seed: int, limit: int) -> torch.Tensor:
-    keys = rows * _signed(_GOLDEN, 64) + seed
+def _keep(
+    rows: _Positions, columns: _Positions, seed: int, limit: int, device: torch.device
+) -> torch.Tensor:
+    lines = [torch.arange(n, device=device) if isinstance(n, int) else n for n in (rows, columns)]
+    keys = lines[0] * _signed(_GOLDEN, 64) + seed
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
         keys = (keys ^ _shift(keys, shift, 64)) * _signed(factor, 64)
     low, high = keys.to(torch.int32)[:, None], _shift(keys, 32, 64).to(torch.int32)[:, None]
-    value = columns * _signed(_COLUMN, 32) + low
+    value = lines[1].to(torch.int32) * _signed(_COLUMN, 32) + low
     for shift, factor, key in ((16, _LOW, high), (15, _HIGH, None), (16, 1, None)):
         value = (value ^ _shift(value, shift, 32)) * _signed(factor, 32)
         value = value if key is None else value ^ key

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 
 from fxpart import rng
 from fxpart.rng import KeyedDropout, call_kept, draw, draw_from, draw_kept, dropout_factors, mix
@@ -32,18 +33,21 @@ def test_cpu_and_other_devices_keep_the_same(seed: int, shape: list[int], rate: 
     assert ours.shape == like.shape
 
 
-def _on_device(signed: int, seed: int, rows: Any, columns: Any, limit: int) -> Any:
-    return rng._keep(rows, columns.to(torch.int32), signed, limit)
+def _on_device(signed: int, seed: int, rows: Any, columns: Any, limit: int, device: Any) -> Any:
+    return rng._keep(rows, columns, signed, limit, device)
 
 
 @pytest.mark.slow
 def test_one_kernel_keeps_the_same() -> None:
     """The seed is an argument: another one compiles nothing."""
-    given = torch.arange(5), torch.arange(9, dtype=torch.int32)
-    for seed in (3, -(1 << 62), 7):
-        kernel = rng._select_kernel("cpu")
-        assert kernel is not rng._keep
-        assert torch.equal(kernel(*given, seed, 11), rng._keep(*given, seed, 11))
+    cpu = torch.device("cpu")
+    kernel = rng._select_kernel("cpu")
+    assert kernel is not rng._keep
+    before = counters["stats"]["unique_graphs"]
+    for seed, rows in ((3, 5), (-(1 << 62), 6), (7, 11)):
+        for given in ((rows, 9), (torch.arange(rows), torch.arange(9))):
+            assert torch.equal(kernel(*given, seed, 11, cpu), rng._keep(*given, seed, 11, cpu))
+    assert counters["stats"]["unique_graphs"] - before <= 2  # for numbers and for tensors
 
 
 def test_a_device_without_a_compiler_runs_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,10 +60,10 @@ def test_a_device_without_a_compiler_runs_the_ops(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
     rng._select_kernel.cache_clear()
-    given = torch.arange(4), torch.arange(6)
+    given = torch.arange(4), 6, 0, torch.device("cpu")
     for seed in (5, 6):
-        found = rng._keep_on_device(seed, *given, 0)
-        assert torch.equal(found, rng._keep_on_cpu(seed, *given, 0))
+        found = rng._keep_on_device(seed, *given)
+        assert torch.equal(found, rng._keep_on_cpu(seed, *given))
     assert len(tried) == 1
     rng._select_kernel.cache_clear()
 

@@ -47,9 +47,10 @@ def saved_storages(graph: fx.Graph, blocks: int) -> tuple[tuple[Size, ...], ...]
     Whichever blocks save a storage, the stage of its maker stores it until the backward: as its own
     saved tensor, or as the result that it sent. Stages that received it count it as received. An
     input counts once, in the first block that saves it: all microbatches and stages of a process
-    share one batch.
+    share one batch. So does the result of a duplicated op, which a stage computes if it uses it.
     """
-    home = {node.name: annotation(node).block for node in graph.nodes}
+    duplicated = find_duplicated_ops(graph)
+    home = {n.name: annotation(n).block for n in graph.nodes if n not in duplicated}
     found: dict[int, tuple[Size, str, set[int]]] = {}
     alive = find_needed_nodes(graph)
     for node in graph.nodes:
@@ -63,7 +64,7 @@ def saved_storages(graph: fx.Graph, blocks: int) -> tuple[tuple[Size, ...], ...]
         producer = home.get(source)
         if producer is not None:
             rows[producer].append(size)
-        else:  # an input, or an internal result of one op
+        else:  # an input, the result of a duplicated op or an internal result of one op
             rows[min(users)].append(size)
     return tuple(map(tuple, rows))
 
@@ -126,19 +127,20 @@ def _find_duplicated_storages(
     graph: fx.Graph, duplicated: Container[fx.Node]
 ) -> Iterator[tuple[BlockValue, Size]]:
     """Yield the storages of duplicated ops that later blocks save, and their bytes."""
-    made = {node.name: annotation(node).block for node in graph.nodes if node in duplicated}
-    found: dict[int, tuple[Size, str, set[int]]] = {}
+    made = {node.name for node in graph.nodes if node in duplicated}
+    found: dict[int, tuple[Size, set[int]]] = {}
     for node in find_needed_nodes(graph):
         block = annotation(node).block
         for saved in annotation(node).saved if block is not None else ():
             if saved.source in made and block is not None:
-                entry = found.setdefault(saved.storage, (saved.size, saved.source, set()))
-                entry[2].add(block)
-    for _, (size, source, savers) in sorted(found.items()):
-        home = made[source]
-        later = tuple(sorted(b for b in savers if home is not None and b > home))
-        if home is not None and later:
-            yield BlockValue(producer=home, consumers=later, gradient=False, sent=False), size
+                entry = found.setdefault(saved.storage, (saved.size, set()))
+                entry[1].add(block)
+    for _, (size, savers) in sorted(found.items()):
+        first, *later = sorted(savers)
+        if later:
+            yield BlockValue(
+                producer=first, consumers=tuple(later), gradient=False, sent=False
+            ), size
 
 
 def is_view(node: fx.Node, known: Container[fx.Node]) -> bool:
