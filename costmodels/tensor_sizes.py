@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fxpart.errors import error
@@ -61,6 +62,7 @@ def item_bytes(dtype: str) -> int:
     return size
 
 
+@lru_cache(maxsize=1 << 14)
 def tensor_bytes(tensor: TensorSpec) -> Size:
     """Return the tensor's bytes without padding."""
     return elements(tensor) * item_bytes(tensor.dtype)

@@ -138,9 +138,10 @@ def _find_duplicated_storages(
     for _, (size, savers) in sorted(found.items()):
         first, *later = sorted(savers)
         if later:
-            yield BlockValue(
-                producer=first, consumers=tuple(later), gradient=False, sent=False
-            ), size
+            yield (
+                BlockValue(producer=first, consumers=tuple(later), gradient=False, sent=False),
+                size,
+            )
 
 
 def is_view(node: fx.Node, known: Container[fx.Node]) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -17,6 +18,9 @@ from fxpart.passes.rules import ShardingRule, rule_of
 from fxpart.plan.model import Plan
 from fxpart.plan.throughput import ModelWork
 from fxpart.pricing.specs import Specs
+
+if TYPE_CHECKING:
+    from fxpart.costs import Size
 
 CUTS, WHOLE, NONE = "cuts", "whole", "none"  # whether an op's rule can shard
 
@@ -73,13 +77,9 @@ def coverage(graphs: Iterable[fx.Graph]) -> Coverage:
     """Return the coverage of prepared graphs, at the sizes of their examples."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
     for graph in graphs:
-        specs = Specs(())
-        for node in graph.nodes:
-            spec = specs.op(node)
-            if spec is None or not tensors(node.meta.get("val")):
-                continue
+        for node, spec in _ops_at_example(graph):
             kind = kind_of(rule_of(node))
-            work = int(flops(_numbers(spec, graph)))
+            work = int(flops(spec))
             entry = counts[spec.name]
             for i, more in enumerate((1, kind == CUTS, kind == WHOLE, work, work * (kind == CUTS))):
                 entry[i] += more
@@ -100,7 +100,7 @@ def count_model_work(captured: CapturedModel, graph: fx.Graph, plan: Plan) -> Mo
             size = item.shape[item.batch_dim]
             rows = size if isinstance(size, int) else captured.hints.get(size, 0)
             break
-    forward = coverage((graph,)).flops
+    forward = sum(int(flops(spec)) for _, spec in _ops_at_example(graph))
     share = plan.batch_size / rows if rows else float(plan.microbatches)
     return ModelWork(3 * forward * share, captured.hints)
 
@@ -112,19 +112,26 @@ def kind_of(rule: ShardingRule | None) -> str:
     return CUTS if any(f not in rule.whole for f in rule.factors) else WHOLE
 
 
-def _numbers(spec: OpSpec, graph: fx.Graph) -> OpSpec:
-    """Return the op at the sizes of the example."""
+def _ops_at_example(graph: fx.Graph) -> Iterator[tuple[fx.Node, OpSpec]]:
+    """Yield the ops that return tensors, at the sizes of the example."""
     known = _hints(graph)
+    numbers: dict[Size, int] = {}
+    specs = Specs(())
 
-    def numbers(found: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        return tuple(
-            TensorSpec(
-                tuple(s if isinstance(s, int) else int(s.subs(known)) for s in t.shape), t.dtype
-            )
-            for t in found
-        )
+    def number(size: Size) -> int:
+        if isinstance(size, int):
+            return size
+        if size not in numbers:
+            numbers[size] = int(size.subs(known))
+        return numbers[size]
 
-    return OpSpec(spec.name, numbers(spec.inputs), numbers(spec.outputs), spec.attributes)
+    def evaluate(found: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(tuple(map(number, t.shape)), t.dtype) for t in found)
+
+    for node in graph.nodes:
+        op = specs.op(node)
+        if op is not None and tensors(node.meta.get("val")):
+            yield node, OpSpec(op.name, evaluate(op.inputs), evaluate(op.outputs), op.attributes)
 
 
 def _hints(graph: fx.Graph) -> dict[object, int]:

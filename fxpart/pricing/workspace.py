@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import sympy
@@ -49,6 +49,39 @@ class _StorageLifetime:
     node: fx.Node | None = None
 
 
+class _Lifetimes(Sequence[_StorageLifetime]):
+    """Storages, and arrays of them by which their bytes at each op are summed."""
+
+    def __init__(self, spans: Iterable[_StorageLifetime], ops: int) -> None:
+        """Find the distinct sizes. ops: the number of ops."""
+        self._spans, self._ops = tuple(spans), ops
+        lasting = [span for span in self._spans if span.start <= span.end]
+        numbers: dict[Size, int] = {}
+        self._which = np.array(
+            [numbers.setdefault(span.size, len(numbers)) for span in lasting], dtype=np.int64
+        )
+        self._sizes = tuple(numbers)
+        self._starts = np.array([span.start for span in lasting], dtype=np.int64)
+        self._ends = np.array([span.end + 1 for span in lasting], dtype=np.int64)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a storage."""
+        return self._spans[index]
+
+    def __len__(self) -> int:
+        """Return the number of storages."""
+        return len(self._spans)
+
+    def live(self, sizes: Sizes) -> NDArray[np.int64]:
+        """Return the bytes alive at each op."""
+        numbers = np.array([sizes.number(size) for size in self._sizes], dtype=np.int64)
+        amounts = numbers[self._which]
+        change = np.zeros(self._ops + 1, dtype=np.int64)
+        np.add.at(change, self._starts, amounts)
+        np.subtract.at(change, self._ends, amounts)
+        return np.cumsum(change)[:-1]
+
+
 class Workspace:
     """Temporary bytes while a block runs: the larger of the peaks of its forward and its backward.
 
@@ -78,7 +111,7 @@ class Workspace:
         self._made, self._freed = self._saved_spans(specs)
         self._inside = [_inside(node, specs) for node in self._nodes]
 
-    def _results(self, kept: frozenset[str], specs: Specs) -> list[_StorageLifetime]:
+    def _results(self, kept: frozenset[str], specs: Specs) -> _Lifetimes:
         """Return the storages that ops make and autograd does not save."""
         order, base, last = self._order, dict[fx.Node, fx.Node](), dict[fx.Node, int]()
         saved_roots: set[fx.Node] = set()
@@ -88,13 +121,13 @@ class Workspace:
             last[root] = max([last.get(root, order[root]), *inside])
             if node.name in kept:
                 saved_roots.add(root)
-        return [
+        return self._lifetimes(
             _StorageLifetime(order[node], last[node], _amount(node, specs), node)
             for node in self._nodes
             if base[node] is node and node not in saved_roots
-        ]
+        )
 
-    def _gradients(self, specs: Specs) -> list[_StorageLifetime]:
+    def _gradients(self, specs: Specs) -> _Lifetimes:
         """Return the gradients that wait for the backward of the op whose result they belong to.
 
         While the last user runs, they are part of that op's internal memory.
@@ -119,11 +152,11 @@ class Workspace:
             start, end = found.get(top, (order[node], first))
             found[top] = min(start, order[node]), max(end, first)
             size.setdefault(top, _amount(node, specs))
-        return [
+        return self._lifetimes(
             _StorageLifetime(start, end - 1, size[top], top) for top, (start, end) in found.items()
-        ]
+        )
 
-    def _saved_spans(self, specs: Specs) -> tuple[list[_StorageLifetime], list[_StorageLifetime]]:
+    def _saved_spans(self, specs: Specs) -> tuple[_Lifetimes, _Lifetimes]:
         """Return two spans of ops for each saved tensor that only its block uses.
 
         The ops of the block from its maker on, as a forward stores it, and those whose backward
@@ -151,7 +184,7 @@ class Workspace:
             made.append(_StorageLifetime(order[owner], self._ends[block], size, owner))
             # freed once the first op that saves it has run its backward
             freed.append(_StorageLifetime(start[block], first - 1, size))
-        return made, freed
+        return self._lifetimes(made), self._lifetimes(freed)
 
     def bytes(
         self,
@@ -180,12 +213,12 @@ class Workspace:
         """
         forward, backward = self.live(sizes)
         used = [_StorageLifetime(self._order[n], self._end(n), -size) for n, size in products]
-        more = self._live([*(span for span, _ in self._remade(again)), *used], sizes)
+        more = self._lifetimes([*(span for span, _ in self._remade(again)), *used]).live(sizes)
         ends = np.array([self._end(n) for n in self._nodes], dtype=np.int64)
         runs = np.array([self._of[n] in again for n in self._nodes], dtype=np.int64)
         # The gradients of the block's results wait for its backward while it runs again.
         forward = forward + runs * self.waiting(sizes)[ends]
-        return forward + more, backward + more[ends] - self._live(self._freed, sizes)
+        return forward + more, backward + more[ends] - self._freed.live(sizes)
 
     def remade_at(
         self, sizes: Sizes, again: Container[int | None], at: int, backward: bool
@@ -200,7 +233,7 @@ class Workspace:
 
     def waiting(self, sizes: Sizes) -> NDArray[np.int64]:
         """Return the bytes of gradients that wait while each op's backward runs."""
-        return self._live(self._backward, sizes)
+        return self._backward.live(sizes)
 
     def _end(self, node: fx.Node) -> int:
         return self._ends[self._of[node]]
@@ -219,8 +252,8 @@ class Workspace:
         inside = np.array(
             [[sizes.number(size) for size in pair] for pair in self._inside], dtype=np.int64
         ).reshape(len(self._nodes), 2)
-        forward = self._live(self._forward, sizes) + inside[:, 0]
-        return forward, self._live(self._backward, sizes) + inside[:, 1]
+        forward = self._forward.live(sizes) + inside[:, 0]
+        return forward, self._backward.live(sizes) + inside[:, 1]
 
     def alive_at(self, sizes: Sizes, at: int, forward: bool) -> Iterator[tuple[fx.Node, int]]:
         """Yield the nodes whose result or gradient is live while op ``at`` runs, with its bytes."""
@@ -242,15 +275,8 @@ class Workspace:
             return root if self._same(root, node) else node
         return node
 
-    def _live(self, spans: Iterable[_StorageLifetime], sizes: Sizes) -> NDArray[np.int64]:
-        """Return the bytes alive at each op."""
-        change = np.zeros(len(self._nodes) + 1, dtype=np.int64)
-        for span in spans:
-            if span.start <= span.end:
-                amount = sizes.number(span.size)
-                change[span.start] += amount
-                change[span.end + 1] -= amount
-        return np.cumsum(change)[:-1]
+    def _lifetimes(self, spans: Iterable[_StorageLifetime]) -> _Lifetimes:
+        return _Lifetimes(spans, len(self._nodes))
 
 
 def _amount(node: fx.Node, specs: Specs) -> Size:
