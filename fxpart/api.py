@@ -17,6 +17,7 @@ from fxpart.checkpoint.signature import KeySource
 from fxpart.cluster.model import Cluster
 from fxpart.codegen.generated_program import (
     GeneratedProgram,
+    StagedGraph,
     apply_plan,
     fields_of,
     write_program,
@@ -112,7 +113,7 @@ def compile(
     fixed decisions; the solver decides all others: ``tp``, ``dp`` (data-parallel ranks of each
     block, or replicas), ``stages``, ``zero``, ``schedule`` ("1f1b,zb-v"), ``ranks`` (of the
     whole program); ``forbid`` ("zero; cut=h.3"), ``stage`` ("h.0-5=0"), ``layout`` (Megatron-LM's
-    notation); ``granularity`` ("block", "op"), ``solver``, ``time_limit`` (seconds). ``mesh``
+    notation); ``granularity`` ("block", "op"), ``solver``, ``time_limit`` (CPU seconds). ``mesh``
     ("dp=2,tp=2", or "none" for one rank per stage) fixes the mesh of each stage. It allows
     ``annotations`` (a file or text, in addition to those of :func:`fxpart.annotate`), ``zero`` (0
     to 3) over ``zero_axis``, and ``placements`` ("solver", or "annotated" to replicate what
@@ -248,8 +249,8 @@ class PlanProposal:
 class Program:
     """A compiled model: the plan, and a stage module for each rank.
 
-    captured: the captured model. prepared: its graph with blocks. graph: its graph with blocks and
-    stages, before sharding. spec: the stages as data. sources: the source of each stage module; for
+    captured: the captured model. prepared: its graph with blocks. whole: that with stages, before
+    sharding. spec: the stages as data. sources: the source of each stage module; for
     a stage of several ranks, that of the first mesh rank. request: the planning request.
     mesh_rank_programs: the programs of all mesh ranks, None if each stage has one rank.
     annotations: the user's sharding annotations. problem: the costed problem, if the planner
@@ -261,7 +262,7 @@ class Program:
     sources: tuple[str, ...]
     captured: CapturedModel
     prepared: fx.GraphModule
-    graph: fx.GraphModule
+    whole: StagedGraph
     request: PlanRequest
     mesh_rank_programs: MeshRankPrograms | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
@@ -274,6 +275,11 @@ class Program:
     def _repr_html_(self) -> str:
         """Return the summary as HTML, for notebooks."""
         return summarize_as_html(self.plan, self.work)
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The graph with blocks and stages, before sharding."""
+        return self.whole.graph
 
     @cached_property
     def work(self) -> ModelWork:
@@ -383,7 +389,7 @@ class Program:
         return GeneratedProgram(
             self.captured,
             self.prepared,
-            self.graph,
+            self.whole,
             self.spec,
             self.sources,
             self.mesh_rank_programs,

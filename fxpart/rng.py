@@ -195,7 +195,8 @@ def _count_lines(
     sizes: Sequence[int], at: Sequence[torch.Tensor | None], device: torch.device
 ) -> tuple[_Positions, _Positions]:
     """Return the numbers of rows and of columns, or how many there are if all are kept in order."""
-    *given, last = [*at, *[None] * (len(sizes) - len(at))]
+    lines = [*at, *[None] * (len(sizes) - len(at))]
+    given, last = lines[:-1], lines[-1]
     columns = sizes[-1] if last is None else last.to(device)
     if all(positions is None for positions in given):
         return math.prod(sizes[:-1]), columns

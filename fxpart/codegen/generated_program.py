@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +34,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class StagedGraph:
+    """The prepared graph with stages, for the plan's microbatches, from its first use on.
+
+    starts: the first block of each stage, counted in ``order``.
+    """
+
+    captured: CapturedModel
+    prepared: fx.GraphModule
+    starts: tuple[int, ...]
+    order: tuple[int, ...]
+    microbatches: int
+
+    @cached_property
+    def graph(self) -> fx.GraphModule:
+        """The graph of a single rank per stage."""
+        assigned = assign(self.prepared, self.starts, self.order)
+        return divide_graph(assigned, self.captured, self.microbatches)
+
+
+@dataclass(frozen=True)
 class GeneratedProgram:
     """Generated stage modules of one plan, and the graphs they come from."""
 
     captured: CapturedModel
     prepared: fx.GraphModule
-    graph: fx.GraphModule
+    whole: StagedGraph
     spec: ProgramSpec
     sources: tuple[str, ...]
     mesh_rank_programs: MeshRankPrograms | None
@@ -119,7 +140,7 @@ def generate_program(
     ranks, "" for unchanged. in_blocks: stages whose blocks can be rerun one by one for activation
     recomputation. microbatches: per step; with more than one, totals of the batch become inputs.
     """
-    assigned = divide_graph(assign(graph, starts, order), captured, microbatches)
+    whole = StagedGraph(captured, graph, tuple(starts), tuple(order), microbatches)
     mesh_rank_programs = None
     if sharded is not None:
         mesh_rank_programs = MeshRankPrograms(
@@ -133,8 +154,8 @@ def generate_program(
         )
         spec, sources = mesh_rank_programs.program(0)
     else:
-        spec, sources = generate(assigned, captured, seed, None, transfer_dtype, in_blocks)
-    return GeneratedProgram(captured, graph, assigned, spec, sources, mesh_rank_programs)
+        spec, sources = generate(whole.graph, captured, seed, None, transfer_dtype, in_blocks)
+    return GeneratedProgram(captured, graph, whole, spec, sources, mesh_rank_programs)
 
 
 def make_schedule(spec: ProgramSpec, name: str, microbatches: int) -> Schedule:

@@ -26,11 +26,13 @@ def nbytes(tensor: torch.Tensor) -> int | torch.SymInt:
 def expression(size: int | torch.SymInt | sympy.Expr) -> int | sympy.Expr:
     """Return a size as an int if it is known, else as a sympy expression in the symbols."""
     if isinstance(size, torch.SymInt):
-        found = size.node.expr
-        return int(found) if found.is_number else found
-    if isinstance(size, sympy.Expr):
-        return int(size) if size.is_number else size
-    return int(size)
+        return _reduce(size.node.expr)
+    return _reduce(size) if isinstance(size, sympy.Expr) else int(size)
+
+
+@lru_cache(maxsize=4096)
+def _reduce(found: sympy.Expr) -> int | sympy.Expr:
+    return int(found) if found.is_number else found
 
 
 def format_size(size: int | torch.SymInt) -> str:

@@ -6,7 +6,6 @@ all of them can be compared in seconds. Each proposed mesh is then lowered and p
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -47,6 +46,7 @@ from fxpart.solver.joint.problem import (
     count_option_devices,
 )
 from fxpart.solver.problem import RECOMPUTE_MODES
+from fxpart.solver.work import work_seconds
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
@@ -209,9 +209,9 @@ def _solve_each(
     progress: Callable[[Progress], None] | None,
 ) -> Iterable[JointSolution]:
     """Yield each problem's solution; all share the time limit, unused time passes to the next."""
-    deadline = time.monotonic() + float(request.constraints.get("time_limit", 30.0))
+    deadline = work_seconds() + float(request.constraints.get("time_limit", 30.0))
     for number, one in enumerate(problems):
-        left = max(0.0, deadline - time.monotonic()) / (len(problems) - number)
+        left = max(0.0, deadline - work_seconds()) / (len(problems) - number)
         yield solve(one, time_limit=left, seed=request.seed, progress=progress)
 
 

@@ -231,6 +231,7 @@ class _Pricer:
         self.packed = largest_bucket(state, shared)
         self.model, self.own, self.blocks = model, own, blocks
         self.sources: set[str] = set()
+        self._collectives: dict[tuple[object, ...], float] = {}  # seconds
         self.unknown: set[str] = set()
         self._ops: dict[OpSpec, int] = {}
         self._node_op: list[int] = []
@@ -333,10 +334,14 @@ class _Pricer:
         return tuple(found)
 
     def _move(self, move: CollectiveTransfer, sizes: Sizes) -> float:
-        size, ring = float(sizes.number(move.size)), self._rings(*move.axes)
-        cost = self.model.reshard(move.source, move.target, size, ring)
-        self.sources.add(cost.source)
-        return cost.seconds
+        size = float(sizes.number(move.size))
+        key = (move.source, move.target, size, move.axes)
+        if key not in self._collectives:
+            ring = self._rings(*move.axes)
+            cost = self.model.reshard(move.source, move.target, size, ring)
+            self.sources.add(cost.source)
+            self._collectives[key] = cost.seconds
+        return self._collectives[key]
 
     def _by_block(self, seconds: list[float]) -> NDArray[np.float64]:
         each = np.array(seconds)[self._node_op] if self._node_op else np.zeros(0)

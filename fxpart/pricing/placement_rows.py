@@ -10,7 +10,6 @@ inputs are sharded too.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -27,6 +26,7 @@ from fxpart.solver.placement.portfolio import (
     status_of,
 )
 from fxpart.solver.placement.problem import keep_strategies
+from fxpart.solver.work import work_seconds
 
 _PARTS = 16  # restricted problems that are solved at most
 
@@ -56,7 +56,7 @@ class _RowSearch:
             return None
         answer = solve_placement(
             keep_strategies(self.built.problem, left),
-            time_limit=max(0.0, self.deadline - time.monotonic()), solver=self.solver,
+            time_limit=max(0.0, self.deadline - work_seconds()), solver=self.solver,
         )  # fmt: skip
         if answer.choice is not None:
             rows = enumerate(answer.choice)
@@ -106,7 +106,7 @@ def solve_rows(
 
     Parameters, status and bound are those of :func:`.portfolio.solve_placement`.
     """
-    search = _RowSearch(built, time.monotonic() + time_limit, solver)
+    search = _RowSearch(built, work_seconds() + time_limit, solver)
     relaxed = search.add({})
     assert relaxed is not None, "every node has a strategy"
     bound = search.run()

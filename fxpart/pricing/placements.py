@@ -37,6 +37,7 @@ from fxpart.pricing.weights import trained_names
 from fxpart.sharding import Mesh, Placements, Shard, format_placements
 from fxpart.solver.placement.portfolio import PlacementSolution, evaluate
 from fxpart.solver.remedies import format_byte_count
+from fxpart.solver.work import work_seconds
 from fxpart.units import plural
 
 if TYPE_CHECKING:
@@ -223,12 +224,12 @@ def _solve(
     built: PlacementMapping, time_limit: float, solver: str
 ) -> tuple[PlacementSolution, bool]:
     """Return the solution, and whether it is the best choice without a budget."""
-    problem, deadline = built.problem, time.monotonic() + time_limit
+    problem, deadline = built.problem, work_seconds() + time_limit
     ample = replace(built, problem=msgspec.structs.replace(problem, budget=_AMPLE))
     found = solve_rows(ample, time_limit=time_limit, solver=solver)
     if found.choice is not None and evaluate(problem, found.choice).feasible:
         return found, True
-    left = max(time_limit / 2, deadline - time.monotonic())
+    left = max(time_limit / 2, deadline - work_seconds())
     return solve_rows(built, time_limit=left, solver=solver), False
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from itertools import accumulate
 
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.work import work_seconds
 
 
 def split_balanced(
@@ -39,14 +39,14 @@ def split_balanced(
 def first_choices(problem: PartitionProblem, deadline: float) -> list[PartitionChoice]:
     """Yield balanced splits with the most stages, half as many, and so on, by variant and schedule.
 
-    deadline: a ``time.monotonic()`` value, in seconds; at least one split is made.
+    deadline: a ``work_seconds()`` value; at least one split is made.
     """
     made: list[PartitionChoice] = []
     for variant in range(len(problem.variants)):
         for schedule in problem.schedules:
             stages = problem.max_stages
             while stages >= problem.min_stages:
-                if made and time.monotonic() > deadline:
+                if made and work_seconds() > deadline:
                     return made
                 choice = split_balanced(problem, variant, schedule, stages)
                 if choice is not None:

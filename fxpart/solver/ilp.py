@@ -9,7 +9,6 @@ scaled back, is a bound on ours. Choices are evaluated again by
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import floor, inf
@@ -33,6 +32,7 @@ from fxpart.solver.schedule_costs import (
 )
 from fxpart.solver.search import PartitionRecord
 from fxpart.solver.suffix_dp import SolverTimeout
+from fxpart.solver.work import work_seconds
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
 # relative margin of the cutoff above the step time, so that rounding does not exclude it
@@ -48,7 +48,7 @@ def solve_cp_sat(
 
     One integer program for each variant, schedule, and range of stages with one filling, the most
     promising first; the best known choice is the hint and the cutoff. deadline: a
-    ``time.monotonic()`` value. One worker and a fixed seed make equal runs equal unless the
+    ``work_seconds()`` value. One worker and a fixed seed make equal runs equal unless the
     deadline interrupts them.
     """
     parts = sorted(
@@ -126,7 +126,7 @@ class _PartitionModel:
 
     def _left(self) -> float:
         """Return the seconds until the deadline; raise :class:`SolverTimeout` after it."""
-        left = self.deadline - time.monotonic()
+        left = self.deadline - work_seconds()
         if left <= 0:
             raise SolverTimeout
         return left

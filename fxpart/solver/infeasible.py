@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 
 from fxpart.errors import Problem
@@ -17,6 +15,7 @@ from fxpart.solver.remedies import (
 )
 from fxpart.solver.search import PartitionRecord, PartitionSearch
 from fxpart.solver.suffix_dp import SolverTimeout
+from fxpart.solver.work import work_seconds
 
 
 def explain_infeasible(
@@ -29,7 +28,7 @@ def explain_infeasible(
     verified to fit: memory, devices (or stages), microbatches, schedule. FXP205 if a plan does
     exist or ``time_limit`` (seconds) was too short to decide.
     """
-    deadline = time.monotonic() + time_limit
+    deadline = work_seconds() + time_limit
     pieces = PartitionSearch(
         problem, PartitionRecord(PartitionScorer(problem)), deadline
     ).tables.units

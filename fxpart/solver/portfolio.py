@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from math import inf
 from typing import Literal, get_args
 
@@ -15,6 +14,7 @@ from fxpart.solver.objective import PartitionScorer
 from fxpart.solver.problem import PartitionProblem, Solution
 from fxpart.solver.search import PartitionRecord, PartitionSearch
 from fxpart.solver.validate import check_problem
+from fxpart.solver.work import work_seconds
 
 __all__ = ["Solver", "explain_infeasible", "solution", "solve"]
 
@@ -37,7 +37,7 @@ def solve(
     give equal results if the time limit is not reached. Raises FXP206 for an invalid problem,
     FXP109 for an unknown solver or an invalid time limit.
     """
-    deadline = time.monotonic() + time_limit
+    deadline = work_seconds() + time_limit
     if solver not in get_args(Solver) or not time_limit >= 0:
         raise error(
             "FXP109",
@@ -54,7 +54,7 @@ def solve(
             fix="Use solver='dp', or allow recompute=none only.",
         )
     if problem.once:  # equal for every choice: solve without it
-        left = max(0.0, deadline - time.monotonic())
+        left = max(0.0, deadline - work_seconds())
         bare = msgspec.structs.replace(problem, once=0.0)
         found = solve(bare, time_limit=left, seed=seed, solver=solver)
         return _with_constant(found, problem)

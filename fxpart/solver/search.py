@@ -78,7 +78,7 @@ class PartitionSearch:
     """Solves one problem by dynamic programs; ``bound`` is always proven."""
 
     def __init__(self, problem: PartitionProblem, record: PartitionRecord, deadline: float) -> None:
-        """record: stores the choices found. deadline: a ``time.monotonic()`` value, in seconds."""
+        """record: stores the choices found. deadline: a ``work_seconds()`` value."""
         self.problem, self.record, self.deadline = problem, record, deadline
         self.tables = PartitionTables(problem)
         self._closed = inf  # minimum bound of the completed branches

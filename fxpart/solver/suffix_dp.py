@@ -11,7 +11,6 @@ nothing.
 
 from __future__ import annotations
 
-import time
 from math import inf
 
 import numpy as np
@@ -24,6 +23,7 @@ from fxpart.solver.schedule_costs import (
     splits_backward,
 )
 from fxpart.solver.tables import Floats, Ints, PartitionTables, StageCostTable
+from fxpart.solver.work import work_seconds
 
 _LIVE = 8  # kinds of device whose costs under one threshold are cached at a time
 
@@ -44,7 +44,7 @@ class SuffixProgram:
         high: int,
         deadline: float,
     ) -> None:
-        """Choose the table of each layer; deadline: a ``time.monotonic()`` value, in seconds."""
+        """Choose the table of each layer; deadline: a ``work_seconds()`` value."""
         self.variant, self.schedule, self.low, self.high = variant, schedule, low, high
         self.units, self.deadline = tables.units, deadline
         self.microbatches = tables.problem.variants[variant].microbatches
@@ -70,7 +70,7 @@ class SuffixProgram:
         h[0, self.units] = 0.0
         live: dict[tuple[int, ...], _AdmittedCosts] = {}
         for q in range(1, self.high + 1):
-            if time.monotonic() > self.deadline:
+            if work_seconds() > self.deadline:
                 raise SolverTimeout
             self._layer(h, q, threshold, longest, live)
             if q >= self.low:  # the first stage is the one that begins with unit 0

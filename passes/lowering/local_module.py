@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpart.compat import deferred_code
 from fxpart.compiler.graph_edit import value
 from fxpart.compiler.node_annotation import MESH_KEY, MESH_RANK_KEY, OUTPUTS_KEY, PARTIAL_KEY
 from fxpart.compiler.op_behavior import BEHAVIORS_KEY
@@ -21,7 +22,8 @@ def local_module(
 ) -> fx.GraphModule:
     """Return the module of a local graph, with its state on the meta device."""
     state = {str(n.target): _attribute(whole, n) for n in graph.find_nodes(op="get_attr")}
-    result = fx.GraphModule(state, graph)
+    with deferred_code():
+        result = fx.GraphModule(state, graph)
     result.meta = {k: v for k, v in whole.meta.items() if k != BEHAVIORS_KEY}
     result.meta[MESH_KEY], result.meta[MESH_RANK_KEY] = demands.mesh, mesh_rank
     result.meta[PARTIAL_KEY] = _partial(whole.graph, demands)

@@ -92,10 +92,10 @@ def analyze(
     larger = module.meta.get(LARGER_KEY)
     if larger is None:
         return _ObjectiveAnalyzer(module, batch_dims, accept).run()
-    return _transferred(_ObjectiveAnalyzer(larger, batch_dims, accept).run(), module.graph)
+    return transfer_analysis(_ObjectiveAnalyzer(larger, batch_dims, accept).run(), module.graph)
 
 
-def _transferred(found: ObjectiveAnalysis, graph: fx.Graph) -> ObjectiveAnalysis:
+def transfer_analysis(found: ObjectiveAnalysis, graph: fx.Graph) -> ObjectiveAnalysis:
     """Transfer an analysis to another graph with the same nodes by name.
 
     A node that exists only in the other graph counts as coupling rows.

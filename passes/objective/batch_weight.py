@@ -6,7 +6,6 @@ several batches' losses, weighted by these numbers, is the loss of one batch of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import fx
 from fxpart.compiler.effects import is_op, op_of, packet_name
 from fxpart.compiler.graph_edit import fake_mode
 
-from .analysis import ObjectiveAnalysis, analyze
+from .analysis import ObjectiveAnalysis
 from .loss_ops import count_of
 from .microbatch_rewrite import live_nodes, total_reads
 from .total_inputs import TotalInputs, TotalsGraph
@@ -30,14 +29,13 @@ _QUOTIENTS = frozenset({"aten.div", "aten.divide", "aten.true_divide"})
 _BOUNDS = frozenset({"aten.clamp", "aten.clamp_min", "aten.maximum"})
 
 
-def weight_of(module: fx.GraphModule, batch_dims: Mapping[str, int | None]) -> TotalInputs | None:
+def weight_of(module: fx.GraphModule, found: ObjectiveAnalysis) -> TotalInputs | None:
     """Return the divisor of the loss; None if rows count, or if there are several numbers.
 
     The totals are two: the weight, which is zero for a batch in which nothing counts, and the
-    divisor itself, which is bounded away from zero. module: a prepared, undivided graph.
-    batch_dims: of each input, by name.
+    divisor itself, which is bounded away from zero. module: a prepared, undivided graph. found: its
+    analysis, with ``accept``.
     """
-    found = analyze(module, batch_dims, accept=True)
     if found.loss is None:
         return None
     made, root = TotalsGraph(fake_mode(module.graph)), unscaled(found.loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from fxpart.compiler.node_annotation import KEY, NodeAnnotation, NodeSharding
 from fxpart.sharding import REPLICATE, Mesh, Shard
 
 from ..rules.schema_call import with_argument
-from .analysis import ObjectiveAnalysis, analyze
+from .analysis import ObjectiveAnalysis, transfer_analysis
 from .loss_ops import SUM_OF, count_of
 from .total_inputs import TotalInputs, TotalsGraph
 from .value_kinds import BatchRelation
@@ -35,25 +35,22 @@ class MicrobatchRewrite:
     totals: TotalInputs | None
 
 
-def divide(
-    module: fx.GraphModule, batch_dims: Mapping[str, int | None], *, accept: bool = False
-) -> MicrobatchRewrite:
+def divide(module: fx.GraphModule, analysis: ObjectiveAnalysis) -> MicrobatchRewrite:
     """Return the graph for microbatches, whose losses are weighted by their rows and summed.
 
-    batch_dims: of each input. accept: values that couple rows are computed per microbatch. A graph
-    whose loss is a mean over rows is unchanged.
+    analysis: of the module's graph, with ``accept``: values that couple rows are computed per
+    microbatch. A graph whose loss is a mean over rows is unchanged.
     """
-    analysis = analyze(module, batch_dims, accept=accept)
     if analysis.loss is None or not _MicrobatchRewriter.needed(analysis):
         return MicrobatchRewrite(module, None)
     made = fork(module)
-    change = _MicrobatchRewriter(made, analyze(made, batch_dims, accept=accept))
+    assert [n.name for n in made.graph.nodes] == [n.name for n in module.graph.nodes]
+    change = _MicrobatchRewriter(made, transfer_analysis(analysis, made.graph))
     totals = change.run()
     made.graph.lint()
     made.meta[OBJECTIVE_KEY] = totals
     before = {node.name for node in module.graph.nodes}
     made.meta[ADDED_KEY] = frozenset(n.name for n in made.graph.nodes) - before
-    made.recompile()
     return MicrobatchRewrite(made, totals)
 
 

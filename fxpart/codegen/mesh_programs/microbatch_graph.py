@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
-from fxpart.passes.objective import REPEAT_KEY, WEIGHT_KEY, divide, repetition_of, weight_of
+from fxpart.passes.objective import (
+    REPEAT_KEY,
+    WEIGHT_KEY,
+    analyze,
+    divide,
+    repetition_of,
+    weight_of,
+)
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
@@ -28,13 +35,14 @@ def divide_graph(
     Also record, in the captured graph, the weight of a batch in a mean over batches and whether its
     rows may be repeated. outputs: the program returns the user's outputs.
     """
-    if WEIGHT_KEY not in captured.graph.meta:
-        dims = batch_dims(captured)
-        captured.graph.meta[WEIGHT_KEY] = weight_of(graph, dims)
-        captured.graph.meta[REPEAT_KEY] = repetition_of(graph, dims, outputs=outputs)
-    if microbatches == 1:
+    known, dims = WEIGHT_KEY in captured.graph.meta, batch_dims(captured)
+    if known and microbatches == 1:
         return graph
-    return divide(graph, batch_dims(captured), accept=True).module
+    found = analyze(graph, dims, accept=True)
+    if not known:
+        captured.graph.meta[WEIGHT_KEY] = weight_of(graph, found)
+        captured.graph.meta[REPEAT_KEY] = repetition_of(graph, dims, outputs=outputs)
+    return graph if microbatches == 1 else divide(graph, found).module
 
 
 def divide_sharded_graph(

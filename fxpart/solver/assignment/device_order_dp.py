@@ -8,7 +8,6 @@ the first stage depends on its successor, over whose link it reduces tied gradie
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import product
 from math import inf, prod
@@ -24,6 +23,7 @@ from fxpart.solver.schedule_costs import (
 )
 from fxpart.solver.suffix_dp import SolverTimeout
 from fxpart.solver.tables import Floats, Kind, PartitionTables, StageCostTable
+from fxpart.solver.work import work_seconds
 
 State = tuple[int, ...]  # number of used devices of each class
 Step = tuple[int, int]  # class of a device, and of its successor (-1: irrelevant)
@@ -162,7 +162,7 @@ class DeviceOrderProgram:
         deadline: float,
         known: Known | None = None,
     ) -> None:
-        """deadline: a ``time.monotonic()`` value, in seconds. known: shared tables."""
+        """deadline: a ``work_seconds()`` value. known: shared tables."""
         self.fleet, self.units, self.stages, self.deadline = fleet, tables.units, stages, deadline
         m = tables.problem.variants[variant].microbatches
         self._fill = get_fill_fraction(schedule, m, stages)
@@ -181,7 +181,7 @@ class DeviceOrderProgram:
         live[start].total[0] = 0.0
         cells = dict(live)
         for k, steps in enumerate(self._steps):
-            if time.monotonic() > self.deadline:
+            if work_seconds() > self.deadline:
                 raise SolverTimeout
             following: dict[Key, _Cell] = {}
             known: dict[Kind, Floats] = {}

@@ -10,7 +10,6 @@ fastest, the largest, over the best link), which no order beats.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from itertools import combinations
 from math import inf
@@ -41,6 +40,7 @@ from fxpart.solver.problem import PartitionChoice, PartitionProblem
 from fxpart.solver.suffix_dp import SolverTimeout
 from fxpart.solver.tables import PartitionTables
 from fxpart.solver.validate import check_problem
+from fxpart.solver.work import work_seconds
 
 WORK = 2e8  # sets * classes * units^2 * stages up to which the dynamic program runs
 ROUNDS = 100  # orders that the local search tries
@@ -70,7 +70,7 @@ def solve_orders(
         )
         more = {"objective": bare.objective + problem.once, "bound": bare.bound + problem.once}
         return msgspec.structs.replace(bare, **more)
-    deadline = time.monotonic() + time_limit
+    deadline = work_seconds() + time_limit
     fleet = DeviceClasses(problem, links)
     best = _DeviceOrderIncumbent(problem, links, deadline)
     best.try_order(tuple(range(len(problem.devices))), best.counts)
@@ -221,7 +221,7 @@ def _search(fleet: DeviceClasses, best: _DeviceOrderIncumbent, bound: float, rou
         for i, j in combinations(every, 2):
             if kind[order[i]] == kind[order[j]] or i >= len(best.order):
                 continue
-            if rounds == 0 or time.monotonic() > best.deadline:
+            if rounds == 0 or work_seconds() > best.deadline:
                 return
             rounds -= 1
             changed = list(order)

@@ -12,7 +12,6 @@ pipelined, and distributed computing", for one threshold of all). Sums are NumPy
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import fsum, inf
@@ -38,6 +37,7 @@ from fxpart.solver.tables import (
     list_touching_rectangles,
 )
 from fxpart.solver.validate import check_problem
+from fxpart.solver.work import work_seconds
 
 
 def solve_async_pipeline(given: AsyncPipelineProblem, *, time_limit: float = 30.0) -> Solution:
@@ -48,7 +48,7 @@ def solve_async_pipeline(given: AsyncPipelineProblem, *, time_limit: float = 30.
     fits. Raises FXP206 for an invalid problem.
     """
     check_problem(given.problem)
-    return _AsyncPipelineSearch(given, time.monotonic() + time_limit).solve()
+    return _AsyncPipelineSearch(given, work_seconds() + time_limit).solve()
 
 
 @dataclass(order=True)
@@ -85,7 +85,7 @@ class _AsyncPipelineSearch:
         found: list[tuple[float, PartitionChoice]] = []
         left = inf
         for kind in sorted(self._kinds()):
-            if found and time.monotonic() > self.deadline:
+            if found and work_seconds() > self.deadline:
                 left = min(left, kind.bound)
                 continue
             starts = self._best(kind)

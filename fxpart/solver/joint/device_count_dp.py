@@ -9,7 +9,6 @@ the loss.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from math import gcd, inf, prod
 
@@ -18,6 +17,7 @@ import numpy as np
 from fxpart.solver.joint.arrays import Floats, Ints
 from fxpart.solver.joint.dp import BranchCosts, SearchBranch, StagePath
 from fxpart.solver.suffix_dp import SolverTimeout
+from fxpart.solver.work import work_seconds
 
 _MERGE_ROUNDS = 4  # rounds in which each state is compared with the previous one
 
@@ -62,7 +62,7 @@ class DeviceCountProgram:
     """Runs over one branch."""
 
     def __init__(self, branch: SearchBranch, devices: Ints, deadline: float) -> None:
-        """deadline: a ``time.monotonic()`` value, in seconds."""
+        """deadline: a ``work_seconds()`` value."""
         self.branch, self.deadline = branch, deadline
         entries = branch.entries
         self._unit, self._room = [], []
@@ -97,7 +97,7 @@ class DeviceCountProgram:
         ahead, arcs, level = np.zeros((2, 0)), None, -1
         best, stages = inf, 0
         for q in range(1, branch.high + 1):
-            if time.monotonic() > self.deadline:
+            if work_seconds() > self.deadline:
                 raise SolverTimeout
             fresh = q & (q - 1) == 0  # earlier stages have at least as many microbatches in flight
             if fresh:

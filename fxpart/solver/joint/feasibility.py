@@ -6,7 +6,6 @@ the first pool. Times are not computed, so it takes a fraction of the time of a 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -26,6 +25,7 @@ from fxpart.solver.joint.problem import (
 )
 from fxpart.solver.schedule_costs import has_pieces, needs_whole_depth
 from fxpart.solver.suffix_dp import SolverTimeout
+from fxpart.solver.work import work_seconds
 
 _NONE = 2**40  # more devices than any pool has
 _CHUNK = 2_000_000  # entries of a temporary array
@@ -34,7 +34,7 @@ _CHUNK = 2_000_000  # entries of a temporary array
 def find_feasible_joint_choice(problem: JointProblem, deadline: float) -> JointChoice | None:
     """Return any choice that satisfies all constraints and fits the memory, or None.
 
-    deadline: a ``time.monotonic()`` value; raises :class:`SolverTimeout` after it.
+    deadline: a ``work_seconds()`` value; raises :class:`SolverTimeout` after it.
     """
     if compute_min_state_bytes(problem) > sum(pool.devices * pool.memory for pool in problem.pools):
         return None
@@ -59,7 +59,7 @@ def _solved(problem: JointProblem, deadline: float) -> JointChoice | None:
     """Return a feasible choice from the joint solver, for features that the DP does not model."""
     from fxpart.solver.joint.portfolio import solve  # circular: it may need explanations itself
 
-    left = deadline - time.monotonic()
+    left = deadline - work_seconds()
     if left <= 0:
         raise SolverTimeout
     found = solve(problem, time_limit=left)
@@ -275,5 +275,5 @@ class _FeasibilityProgram:
                 yield last + 1, unit - shift, int(way.option[block, last])
 
     def _check(self) -> None:
-        if time.monotonic() > self.deadline:
+        if work_seconds() > self.deadline:
             raise SolverTimeout

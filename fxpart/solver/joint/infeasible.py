@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -22,6 +21,7 @@ from fxpart.solver.joint.problem import (
 from fxpart.solver.joint.remedies import extra_memory, remedies
 from fxpart.solver.remedies import format_byte_count
 from fxpart.solver.suffix_dp import SolverTimeout
+from fxpart.solver.work import work_seconds
 
 
 def explain_joint_infeasible(
@@ -39,7 +39,7 @@ def explain_joint_infeasible(
     few for any stage, FXP204 if memory is too small; each with changes for which a plan was
     verified to fit. FXP205 if a plan does exist, or ``time_limit`` (seconds) was too short.
     """
-    deadline = time.monotonic() + time_limit
+    deadline = work_seconds() + time_limit
     limits = RelaxableConstraints(problem, wider, constraints)
     try:
         if find_feasible_joint_choice(problem, deadline) is not None:
@@ -51,7 +51,7 @@ def explain_joint_infeasible(
             return (_nothing_runs(problem, limits, wider, deadline),)
     except SolverTimeout:
         return (_too_little_time("The time limit was too short to decide whether a plan fits."),)
-    lacking = extra_memory(problem, (time.monotonic() + deadline) / 2)  # leave time for remedies
+    lacking = extra_memory(problem, (work_seconds() + deadline) / 2)  # leave time for remedies
     if lacking is None:
         return (
             _too_little_time(

@@ -8,7 +8,6 @@ cheap one, which is valid for pieces anywhere.
 from __future__ import annotations
 
 import heapq
-import time
 from itertools import chain, islice
 from math import inf
 
@@ -21,6 +20,7 @@ from fxpart.solver.joint.enumeration import choices, count
 from fxpart.solver.joint.greedy import balanced, estimates
 from fxpart.solver.joint.problem import JointChoice
 from fxpart.solver.joint.record import JointRecord
+from fxpart.solver.work import work_seconds
 
 _FEW = 4000  # choices that are enumerated
 _MORE = 20_000  # choices that are tried where none is known
@@ -34,7 +34,7 @@ class InterleavedSearch:
     def __init__(
         self, stacked: JointArrays, bounds: CheapBounds, record: JointRecord, deadline: float
     ) -> None:
-        """record: stores the choices found. deadline: a ``time.monotonic()`` value, in seconds."""
+        """record: stores the choices found. deadline: a ``work_seconds()`` value."""
         self.stacked, self.bounds, self.record = stacked, bounds, record
         self.deadline = deadline
         problem = stacked.problem
@@ -63,7 +63,7 @@ class InterleavedSearch:
                 self._find_any(usable)
             return
         for choice in choices(problem, (INTERLEAVED,), usable):
-            if time.monotonic() > self.deadline:
+            if work_seconds() > self.deadline:
                 return
             self.record.add(choice)
         self.bound = self.record.seconds
@@ -73,7 +73,7 @@ class InterleavedSearch:
         problem = self.stacked.problem
         alike = chain.from_iterable(choices(problem, (INTERLEAVED,), [k]) for k in usable)
         for choice in islice(alike, _MORE):
-            if time.monotonic() > self.deadline:
+            if work_seconds() > self.deadline:
                 return
             if self.record.add(choice) < inf:
                 self._shift(choice, self.record.seconds)
@@ -98,7 +98,7 @@ class InterleavedSearch:
         ]
         best, chosen = inf, None
         for _, k, v, option, stages in heapq.nsmallest(_TRIES, ranked):
-            if time.monotonic() > self.deadline and self.record.choice is not None:
+            if work_seconds() > self.deadline and self.record.choice is not None:
                 return
             m = problem.microbatches[k]
             costs = self.bounds.costs(m)[0][option][self.stacked.kinds].tolist()
@@ -129,7 +129,7 @@ class InterleavedSearch:
                     if not self._rising(starts):
                         continue
                     tries += 1
-                    if tries > _SHIFTS or time.monotonic() > self.deadline:
+                    if tries > _SHIFTS or work_seconds() > self.deadline:
                         return
                     moved = JointChoice(
                         microbatches=choice.microbatches,

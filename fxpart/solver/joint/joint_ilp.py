@@ -10,7 +10,6 @@ bound on ours. Choices are evaluated again by :func:`fxpart.solver.joint.objecti
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import floor, inf, isfinite
@@ -30,6 +29,7 @@ from fxpart.solver.schedule_costs import (
     needs_whole_depth,
     split_stage_counts,
 )
+from fxpart.solver.work import work_seconds
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
 # relative margin of the cutoff above the step time, so that rounding does not exclude it
@@ -62,7 +62,7 @@ def solve_cp_sat(
 ) -> tuple[JointChoice | None, float]:
     """Return the best choice found and a proven lower bound in seconds, infinite if none exists.
 
-    incumbent: a choice that fits, as hint and cutoff. deadline: a ``time.monotonic()`` value. One
+    incumbent: a choice that fits, as hint and cutoff. deadline: a ``work_seconds()`` value. One
     worker, a fixed seed and a deterministic limit make equal runs equal unless the deadline
     interrupts them. An interrupt (SIGINT) ends the search with the current result.
     """
@@ -76,7 +76,7 @@ def solve_cp_sat(
     )
     bounds, stopped = [cheap for cheap, *_ in parts], False
     for k, (cheap, microbatches, s, counts) in enumerate(parts):
-        left = deadline - time.monotonic()
+        left = deadline - work_seconds()
         if stopped or left <= 0 or cheap >= best.seconds * (1 - _EXACT):
             continue
         program = _JointModel(tables, microbatches, problem.schedules[s], counts, best)
@@ -84,7 +84,7 @@ def solve_cp_sat(
         bounds[k] = max(cheap, found)
         if progress is not None:
             bound = min([*bounds, best.seconds])
-            progress(Progress(best.seconds, bound, deadline - time.monotonic(), "cp-sat"))
+            progress(Progress(best.seconds, bound, deadline - work_seconds(), "cp-sat"))
     return best.choice, min([*bounds, best.seconds])
 
 
@@ -154,7 +154,7 @@ class _JointModel:
         solver.parameters.random_seed = seed
         solver.parameters.linearization_level = 2
         solver.parameters.max_deterministic_time = _EFFORT
-        left = max(deadline - time.monotonic(), 0.0)
+        left = max(deadline - work_seconds(), 0.0)
         if isfinite(left):
             solver.parameters.max_time_in_seconds = left
         status = solver.solve(self.model)

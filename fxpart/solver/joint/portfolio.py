@@ -18,6 +18,7 @@ from fxpart.solver.joint.record import JointRecord
 from fxpart.solver.joint.search import JointSearch
 from fxpart.solver.joint.validate import check_joint_problem
 from fxpart.solver.progress import Progress
+from fxpart.solver.work import work_seconds
 
 PROVEN = 1e-6  # a proven gap up to this is "optimal": the step time's sums are rounded
 CLOSE = 0.01  # a larger gap up to this is "within gap"
@@ -43,7 +44,7 @@ def solve(
     gap and the status reflect that. Raises FXP206 for an invalid problem, FXP109 for an unknown
     solver or an invalid time limit.
     """
-    deadline = time.monotonic() + time_limit
+    deadline = work_seconds() + time_limit
     _check(problem, solver, time_limit)
     check_joint_problem(problem)
     reporter = JointProgressReporter(JointRecord(JointScorer(problem)), deadline, progress)
@@ -133,8 +134,8 @@ class JointProgressReporter:
             return
         self._last = (phase, now)
         self.update()
-        bound = min(self.bound, self.record.seconds)
-        self.progress(Progress(self.record.seconds, bound, max(0.0, self.deadline - now), phase))
+        bound, left = min(self.bound, self.record.seconds), self.deadline - work_seconds()
+        self.progress(Progress(self.record.seconds, bound, max(0.0, left), phase))
 
 
 def solution(record: JointRecord, bound: float, solver: str) -> JointSolution:

@@ -10,7 +10,6 @@ number of pools), then found by counting devices if the tables for that are smal
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
@@ -28,6 +27,7 @@ from fxpart.solver.joint.search_scope import ScopeTables, SearchScope
 from fxpart.solver.joint.tables import JointTables, StageEntries
 from fxpart.solver.schedule_costs import has_pieces
 from fxpart.solver.suffix_dp import SolverTimeout
+from fxpart.solver.work import work_seconds
 
 EXACT = 1e-9  # relative difference below which two step times are equal
 _QUICK = 2e-3  # gap at which prices stop and the counting of devices starts
@@ -163,7 +163,7 @@ class JointSearch:
         """Process the most promising span; return whether it can still beat the best plan."""
         if not self._open or self._open[0].bound >= self._target(gap):
             return False
-        if time.monotonic() > self.deadline:
+        if work_seconds() > self.deadline:
             raise SolverTimeout
         self._current = heapq.heappop(self._open)
         return True

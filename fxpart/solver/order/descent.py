@@ -8,11 +8,11 @@ search leave local optima.
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
 from itertools import pairwise
 
 from fxpart.solver.order.jobs import Jobs, JobTimes, Orders
+from fxpart.solver.work import work_seconds
 
 _TINY = 1e-12
 
@@ -22,7 +22,7 @@ def improve_orders(
 ) -> tuple[Orders, float]:
     """Return the best orders found, and their seconds; at least as good as the given valid orders.
 
-    bound: where to stop. tries: maximum number of evaluations. deadline: a ``time.monotonic()``
+    bound: where to stop. tries: maximum number of evaluations. deadline: a ``work_seconds()``
     value.
     """
     now = jobs.timed(orders)
@@ -31,7 +31,7 @@ def improve_orders(
     best, seconds = [list(mine) for mine in orders], now.seconds
     orders = [list(mine) for mine in orders]
     tabu: deque[tuple[int, int]] = deque(maxlen=8 + len(jobs.action) // 20)
-    while tries > 0 and seconds > bound * (1 + 1e-9) and time.monotonic() < deadline:
+    while tries > 0 and seconds > bound * (1 + 1e-9) and work_seconds() < deadline:
         moves = _moves(jobs, orders, now)
         rng.shuffle(moves)
         chosen: tuple[float, int, int, JobTimes] | None = None

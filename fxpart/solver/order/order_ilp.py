@@ -12,7 +12,6 @@ scaled back, is a bound on ours.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,6 +20,7 @@ from ortools.sat.python import cp_model
 
 from fxpart.solver.order.bounds import JobWindows
 from fxpart.solver.order.jobs import Jobs, JobTimes, Orders, has_single_stage, list_predecessors
+from fxpart.solver.work import work_seconds
 
 MOST_JOBS = 600  # computations in one program
 _STEPS = 10**9  # integer steps that the best known step is divided into, without a common unit
@@ -56,10 +56,10 @@ def solve_cp_sat(
     """Return orders that end before the best known, if there are any, and the proven bound.
 
     found: heads and tails. best: known orders, also the hint. bound: known already. deadline: a
-    ``time.monotonic()`` value. effort: limit on CP-SAT's deterministic seconds. One worker and a
+    ``work_seconds()`` value. effort: limit on CP-SAT's deterministic seconds. One worker and a
     fixed seed: equal runs are equal unless the deadline interrupts them.
     """
-    left = deadline - time.monotonic()
+    left = deadline - work_seconds()
     if left <= 0:
         return OrderModelResult(None, bound)
     program = _OrderModel(jobs, found, best.seconds, bound)

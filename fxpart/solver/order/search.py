@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
@@ -14,6 +13,7 @@ from fxpart.solver.order.descent import improve_orders
 from fxpart.solver.order.jobs import Jobs, Orders
 from fxpart.solver.order.list_scheduler import ListScheduler, list_in_flight_caps, rules
 from fxpart.solver.order.problem import ScheduleProblem, ScheduleSearchResult
+from fxpart.solver.work import work_seconds
 
 _SAME = 1e-6  # relative gap below which there is nothing to gain
 _TRIES = 1500  # orders that local searches evaluate
@@ -44,11 +44,11 @@ def search_schedule(
     """
     problem.check()
     _check_memory(problem)
-    deadline = time.monotonic() + time_limit
+    deadline = work_seconds() + time_limit
     ways = _ways(problem)
     parts = [
         _BackwardSplitSearch(Jobs(problem, split=split), seed).search(
-            deadline=time.monotonic() + (deadline - time.monotonic()) / (len(ways) - index),
+            deadline=work_seconds() + (deadline - work_seconds()) / (len(ways) - index),
             effort=effort / len(ways),
         )
         for index, split in enumerate(ways)
@@ -114,7 +114,7 @@ class _BackwardSplitSearch:
                 deadline=deadline, seed=self.seed,
             )  # fmt: skip
             self._take(_Candidate(seconds, orders, "list"))
-        if not self._is_proven() and deadline > time.monotonic():
+        if not self._is_proven() and deadline > work_seconds():
             self._prove(deadline, effort)
         return self
 
@@ -152,7 +152,7 @@ class _BackwardSplitSearch:
         caps = (None, *list_in_flight_caps(self.jobs))
         several = [(cap, rule) for cap in caps for rule in rules(self.jobs, self.windows.tail)]
         for index, (cap, rule) in enumerate(several):
-            if index and time.monotonic() > deadline:
+            if index and work_seconds() > deadline:
                 return
             orders = ListScheduler(self.jobs, cap).run(rule)
             timed = self.jobs.timed(orders)

@@ -7,13 +7,12 @@ good strategies.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 from numpy.typing import NDArray
 
 from fxpart.solver.placement.lagrangian import PlacementRecord
 from fxpart.solver.placement.problem import Choice, PlacementArrays
+from fxpart.solver.work import work_seconds
 
 SWEEPS = 30  # over all nodes, at each price
 
@@ -33,7 +32,7 @@ def descend(numbers: PlacementArrays, record: PlacementRecord, deadline: float) 
         choice = list(start)
         for price in search.prices(start):
             for _ in range(SWEEPS):
-                if time.monotonic() > deadline:
+                if work_seconds() > deadline:
                     return
                 before = tuple(choice)
                 search.sweep(choice, price)

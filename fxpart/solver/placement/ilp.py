@@ -9,7 +9,6 @@ its relaxation ignores the edges.
 from __future__ import annotations
 
 import datetime
-import time
 from math import inf
 
 import numpy as np
@@ -18,6 +17,7 @@ from ortools.math_opt.solvers import highs_pb2
 
 from fxpart.solver.placement.lagrangian import PlacementRecord
 from fxpart.solver.placement.problem import PlacementArrays
+from fxpart.solver.work import work_seconds
 
 
 def solve_highs(
@@ -30,11 +30,11 @@ def solve_highs(
 ) -> float:
     """Add HiGHS's choice to ``record``; return a proven lower bound in seconds.
 
-    The bound is infinite if nothing fits. deadline: a ``time.monotonic()`` value. gap: relative gap
+    The bound is infinite if nothing fits. deadline: a ``work_seconds()`` value. gap: relative gap
     at which it stops. relaxed: solve only the linear relaxation, for its bound. One thread, so that
     equal runs are equal unless the deadline interrupts them.
     """
-    left = deadline - time.monotonic()
+    left = deadline - work_seconds()
     if left <= 0:
         return 0.0
     model, picks, scale = _model(numbers, record, relaxed)

@@ -8,12 +8,12 @@ Zang 1980).
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from math import inf
 
 from fxpart.solver.placement.elimination import Elimination
 from fxpart.solver.placement.problem import Choice, PlacementArrays
+from fxpart.solver.work import work_seconds
 
 MOST = 60  # number of prices tried
 CLOSE = 1e-9  # relative distance of two intersecting lines from the function at its maximum
@@ -68,7 +68,7 @@ def multiplier_bound(
 ) -> LagrangianBound:
     """Return the best bound over all prices; add the choices found to ``record``.
 
-    deadline: a ``time.monotonic()`` value; after it the best bound so far is returned.
+    deadline: a ``work_seconds()`` value; after it the best bound so far is returned.
     """
     budget = numbers.problem.budget - numbers.reserve()
     light = _line(numbers, elimination, 1.0, 0.0)
@@ -80,7 +80,7 @@ def multiplier_bound(
         record.add(line.choice, "elimination")
     best, at, prices = fast.seconds, 0.0, [0.0]
     above, below = fast, light
-    while above.standing > budget and len(prices) < MOST and time.monotonic() < deadline:
+    while above.standing > budget and len(prices) < MOST and work_seconds() < deadline:
         if above.standing <= below.standing or above.seconds >= below.seconds:
             break
         price = (below.seconds - above.seconds) / (above.standing - below.standing)

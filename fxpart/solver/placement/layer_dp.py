@@ -8,7 +8,6 @@ and buckets of memory selects among them. The remaining gap shrinks with the num
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from fxpart.solver.placement.elimination import Elimination, TooWideError
 from fxpart.solver.placement.lagrangian import LagrangianBound, PlacementRecord
 from fxpart.solver.placement.problem import PlacementArrays, PlacementEdge
+from fxpart.solver.work import work_seconds
 
 BUCKETS = 12_000  # of the memory above the minimum; the gap comes from rounding up to buckets
 ENOUGH = 1e-3  # relative gap at which the search stops
@@ -188,7 +188,7 @@ class _LayerProgram:
         self, segment: PlacementSegment, starts: tuple[int, ...], stops: tuple[int, ...]
     ) -> list[SegmentOption]:
         """Return by pair of end states the options that are not dominated in seconds and bytes."""
-        if time.monotonic() > self.deadline:
+        if work_seconds() > self.deadline:
             raise TimeoutError
         ends = [v for v in (segment.first, segment.last) if v is not None]
         every = [*segment.nodes, *([] if segment.first is None else [segment.first])]
@@ -269,7 +269,7 @@ class _LayerProgram:
         best = np.full((1, BUCKETS), 0.0)
         trail: list[NDArray[np.int32]] = []
         for segment, options, floor in zip(self.segments, self.options, floors, strict=True):
-            if time.monotonic() > self.deadline:
+            if work_seconds() > self.deadline:
                 raise TimeoutError
             best, via = _advance(best, len(self.states(segment.last)), options, floor, unit)
             trail.append(via)

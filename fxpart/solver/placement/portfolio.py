@@ -7,7 +7,6 @@ that are small or too wide for elimination. Local search is used if no other sol
 
 from __future__ import annotations
 
-import time
 from math import inf
 from pathlib import Path
 from typing import Literal, get_args
@@ -31,6 +30,7 @@ from fxpart.solver.placement.problem import (
     evaluate,
     restrict_to_point,
 )
+from fxpart.solver.work import work_seconds
 
 __all__ = [
     "NodeCosts",
@@ -66,7 +66,7 @@ def solve_placement(
     Equal problems give equal results if the limit is not reached. Raises FXP206 for an invalid
     problem, FXP109 for an unknown solver or an invalid time limit.
     """
-    deadline = time.monotonic() + time_limit
+    deadline = work_seconds() + time_limit
     if solver not in get_args(Solver) or not time_limit >= 0:
         raise error(
             "FXP109",
@@ -104,7 +104,7 @@ def _eliminate(
     tried: set[int] = set()
     while numbers.problem.points and record.seen and inf > bound.seconds:
         point = numbers.fullest(next(reversed(record.seen)))
-        late = time.monotonic() > deadline
+        late = work_seconds() > deadline
         if point in tried or late or not _open(record, bound, ENOUGH):
             break
         tried.add(point)

@@ -15,7 +15,6 @@ evaluated. The bound is proven for one microbatch in flight, which every schedul
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf, prod
@@ -32,6 +31,7 @@ from fxpart.solver.replicated_chain.problem import (
 from fxpart.solver.replicated_chain.tables import Mask, ReplicaGroupTable, ReplicatedChainTables
 from fxpart.solver.tables import Floats, Ints
 from fxpart.solver.validate import check_problem
+from fxpart.solver.work import work_seconds
 
 _EXACT = 1e-9  # relative improvement below which an interval of thresholds is skipped
 _KEPT = 12  # candidates
@@ -46,7 +46,7 @@ def solve_replicated_chain(
     an invalid problem.
     """
     check_problem(problem.by_kind)
-    return _ReplicatedChainSearch(problem, time.monotonic() + time_limit).solve()
+    return _ReplicatedChainSearch(problem, work_seconds() + time_limit).solve()
 
 
 def size_of(problem: ReplicatedChainProblem) -> int:
@@ -86,7 +86,7 @@ class _ReplicatedChainSearch:
 
     def _variant(self, variant: int, schedule: str) -> float:
         """Search better choices of one microbatch size; return a lower bound on all of them."""
-        if time.monotonic() > self.deadline:
+        if work_seconds() > self.deadline:
             return 0.0
         tight = _ReplicatedChainProgram(
             self, variant, lambda table, behind: table.fits(behind, schedule)
@@ -111,7 +111,7 @@ class _ReplicatedChainSearch:
             if high.largest <= low:
                 continue
             least = high.sum + low + self.once
-            if least >= self.best * (1 - _EXACT) or time.monotonic() > self.deadline:
+            if least >= self.best * (1 - _EXACT) or work_seconds() > self.deadline:
                 proven = min(proven, least)
                 continue
             upper = one.below(float(np.nextafter(high.largest, 0.0)))

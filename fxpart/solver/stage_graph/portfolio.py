@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from math import fsum, inf
 
 import msgspec
@@ -22,6 +21,7 @@ from fxpart.solver.stage_graph.series_parallel import series_parallel
 from fxpart.solver.stage_graph.tables import StageGraphTables
 from fxpart.solver.stage_graph.topological_orders import solve_chains
 from fxpart.solver.validate import check_problem
+from fxpart.solver.work import work_seconds
 
 _ROUNDING = 1e-12  # relative; the terms below are rounded sums
 
@@ -59,7 +59,7 @@ def solve_branches(
     results if the time limit is not reached. Raises FXP206 for an invalid problem, FXP109 for a
     negative time limit.
     """
-    deadline = time.monotonic() + time_limit
+    deadline = work_seconds() + time_limit
     if not time_limit >= 0:
         raise error(
             "FXP109",
@@ -172,7 +172,7 @@ class _StageGraphPortfolio:
 
     def _chains(self, made: dict[tuple[int, str], list[list[int]]]) -> None:
         """Yield chains over several orders, as first stages for each variant and schedule."""
-        limit = time.monotonic() + (self.deadline - time.monotonic()) * 0.25
+        limit = work_seconds() + (self.deadline - work_seconds()) * 0.25
         for choice, order in solve_chains(self.small, self.graph, limit, self.seed):
             ends = (*choice.starts[1:], len(order))
             stages = [
@@ -187,7 +187,7 @@ class _StageGraphPortfolio:
         branches: list[tuple[float, int, int]],
     ) -> None:
         """Search series-parallel splits, then small moves from the best starts."""
-        limit = time.monotonic() + (self.deadline - time.monotonic()) * 0.4
+        limit = work_seconds() + (self.deadline - work_seconds()) * 0.4
         for cheap, v, s in branches:
             schedule = self.problem.schedules[s]
             if cheap >= self.record.seconds * (1 - _GAIN):
@@ -219,7 +219,7 @@ class _StageGraphPortfolio:
         """
         tables = self._tables(variant, schedule)
         starts = made.get((variant, schedule), [])
-        left = self.deadline - time.monotonic()
+        left = self.deadline - work_seconds()
         if left <= 0 or effort <= 0:
             return 0.0, 0.0
         from fxpart.solver.stage_graph.stage_graph_ilp import solve_depth_model
@@ -247,7 +247,7 @@ class _StageGraphPortfolio:
         stages = [0] * choice.stages
         for g, group in enumerate(groups):
             stages[choice.stage_of[group[0]]] |= 1 << g
-        limit = time.monotonic() + (self.deadline - time.monotonic()) * 0.5
+        limit = work_seconds() + (self.deadline - work_seconds()) * 0.5
         starts = [stages, *series_parallel(tables, limit)]
         starts = [s for s in starts if len(s) >= self.problem.min_stages]
         moves = _MOVES * MOST_GROUPS**2

@@ -7,12 +7,12 @@ deadline interrupts them.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from math import exp
 
 from fxpart.solver.stage_graph.block_graph import members
 from fxpart.solver.stage_graph.tables import StageGraphTables
+from fxpart.solver.work import work_seconds
 
 _WARM, _COLD = 0.03, 0.0005  # accepted worsening, as a share of the step time, at start and end
 _OVERFULL = 2.0  # penalty of a stage that exceeds its memory by 100 %, in step times
@@ -24,14 +24,14 @@ def improve(
     """Return the best stages found, at least as good as the given ones; in topological order.
 
     stages: sets of blocks. A move puts a block on another stage or a new one, or swaps two.
-    deadline: a ``time.monotonic()`` value in seconds.
+    deadline: a ``work_seconds()`` value.
     """
     chance = random.Random(seed)
     now = list(stages)
     at = _score(tables, now)
     best, least = now, at
     for step in range(moves):
-        if step % 64 == 0 and time.monotonic() > deadline:
+        if step % 64 == 0 and work_seconds() > deadline:
             break
         heat = _WARM * (_COLD / _WARM) ** (step / moves)
         moved = _moved(tables, now, chance)

@@ -9,13 +9,13 @@ stage contains pieces of two branches only if they are adjacent in the run.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
 from fxpart.solver.stage_graph.block_graph import members
 from fxpart.solver.stage_graph.tables import StageGraphTables
+from fxpart.solver.work import work_seconds
 
 # Trial limits on a stage's seconds, relative to the minimum possible one.
 _LIMITS = (*(1 + i / 48 for i in range(25)), 1.6, 1.8, 2.0)
@@ -36,7 +36,7 @@ _States = dict[tuple[int, int], tuple[float, tuple[int, ...]]]
 def series_parallel(tables: StageGraphTables, deadline: float) -> Iterator[list[int]]:
     """Yield stages in topological order, the best for each feasible limit.
 
-    deadline: a ``time.monotonic()`` value in seconds, after which no further limit is tried.
+    deadline: a ``work_seconds()`` value, after which no further limit is tried.
     """
     n = len(tables.graph.before)
     part = _decompose(tables, (1 << n) - 1)
@@ -44,7 +44,7 @@ def series_parallel(tables: StageGraphTables, deadline: float) -> Iterator[list[
     single = [tables.parts(1 << b, 0).seconds for b in range(n)]
     least = max(max(single), sum(single) / most)
     for limit in _LIMITS:
-        if time.monotonic() > deadline:
+        if work_seconds() > deadline:
             return
         found = _Cutter(tables, least * limit).cut(part, 0)
         fitting = [(path, key) for key, (path, _) in found.items() if key[0] <= most]

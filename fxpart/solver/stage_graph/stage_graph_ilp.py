@@ -9,7 +9,6 @@ ours.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, inf
@@ -21,6 +20,7 @@ from fxpart.solver.objective import count_tied_reduction_messages, get_tied_redu
 from fxpart.solver.schedule_costs import keeps_all
 from fxpart.solver.stage_graph.block_graph import members
 from fxpart.solver.stage_graph.tables import StageGraphTables
+from fxpart.solver.work import work_seconds
 
 _STEPS = 10**8  # integer steps that the best known step time is divided into
 _EQUAL = 1e-12  # relative to a step: tolerance of multiples of the smallest cost
@@ -56,11 +56,11 @@ def solve_depth_model(
     effort: CP-SAT's deterministic time, which ends equal runs equally; seconds: the time limit,
     which may interrupt them earlier. One worker, a fixed seed.
     """
-    end = time.monotonic() + seconds
+    end = work_seconds() + seconds
     if stages is None:
         stages = [(1 << len(tables.problem.blocks)) - 1]
     model = _DepthModel(tables, stages, best)
-    return model.solve(end - time.monotonic(), effort, seed)
+    return model.solve(end - work_seconds(), effort, seed)
 
 
 class _DepthModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,7 @@ from fxpart.solver.stage_graph.block_graph import regroup
 from fxpart.solver.stage_graph.objective import evaluate
 from fxpart.solver.stage_graph.portfolio import solve_branches
 from fxpart.solver.stage_graph.problem import StageGraphSolution
+from fxpart.solver.work import work_seconds
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def iterate_stage_counts(
     yield made
     assert made.chain is not None and made.solution.choice is not None, "a graph"
     problem, had = made.chain[0], made.solution.choice
-    end = time.monotonic() + time_limit
+    end = work_seconds() + time_limit
     for count in range(problem.min_stages, problem.max_stages + 1):
         for number, variant in enumerate(problem.variants):
-            left = end - time.monotonic()
+            left = end - work_seconds()
             if left <= 0:
                 return
             if (count, number) == (len(had.starts), had.variant):

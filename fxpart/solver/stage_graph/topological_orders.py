@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
 from fxpart.solver.stage_graph.block_graph import BlockGraph, members, regroup
+from fxpart.solver.work import work_seconds
 
 
 def list_topological_orders(
@@ -50,12 +49,12 @@ def solve_chains(
 ) -> list[tuple[PartitionChoice, tuple[int, ...]]]:
     """Yield the best chains over each order, and the order; the time until ``deadline`` is shared.
 
-    deadline: a ``time.monotonic()`` value in seconds.
+    deadline: a ``work_seconds()`` value.
     """
     found: list[tuple[PartitionChoice, tuple[int, ...]]] = []
     tried = list_topological_orders(problem, graph)
     for index, order in enumerate(tried):
-        left = (deadline - time.monotonic()) / (len(tried) - index)
+        left = (deadline - work_seconds()) / (len(tried) - index)
         if left <= 0:
             break
         moved = problem if index == 0 else regroup(problem, [(b,) for b in order])
