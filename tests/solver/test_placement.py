@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from math import inf
 from typing import get_args
 
@@ -31,6 +30,7 @@ from fxpart.solver.placement.portfolio import (
     solve_placement,
 )
 from fxpart.solver.placement.problem import PlacementArrays, restrict_to_point
+from fxpart.solver.work import work_seconds
 
 FORMS = st.sampled_from(get_args(Form))
 TIGHT = st.sampled_from((0.0, 0.1, 0.3, 0.6, 1.0))
@@ -39,7 +39,7 @@ LATER = 3600.0
 
 def later() -> float:
     """A deadline that no test reaches."""
-    return time.monotonic() + LATER
+    return work_seconds() + LATER
 
 
 def close(a: float, b: float) -> bool:

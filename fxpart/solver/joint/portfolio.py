@@ -33,6 +33,7 @@ def solve(
     seed: int = 0,
     solver: str = "auto",
     progress: Callable[[Progress], None] | None = None,
+    enough: float = inf,
 ) -> JointSolution:
     """Return the best choice found within ``time_limit`` seconds, its bound, and alternatives.
 
@@ -41,8 +42,9 @@ def solve(
     give equal results if the time limit is not reached. An interrupt (SIGINT) ends the search: the
     best choice so far is returned with its proven bound. progress: called a few times a second.
     Bounds of interleaved schedules are cheap ones if there are too many choices to enumerate; the
-    gap and the status reflect that. Raises FXP206 for an invalid problem, FXP109 for an unknown
-    solver or an invalid time limit.
+    gap and the status reflect that. enough: no choice of more seconds is searched, and no larger
+    bound is proven, as where other problems have better choices. Raises FXP206 for an invalid
+    problem, FXP109 for an unknown solver or an invalid time limit.
     """
     deadline = work_seconds() + time_limit
     _check(problem, solver, time_limit)
@@ -55,7 +57,7 @@ def solve(
         if solver == "cp-sat":
             _by_cp_sat(problem, reporter, deadline, seed)
         else:
-            _by_dp(stacked, bounds, reporter, deadline)
+            _by_dp(stacked, bounds, reporter, deadline, enough)
     except KeyboardInterrupt:
         reporter.update()
     return solution(reporter.record, reporter.bound, "cp-sat" if solver == "cp-sat" else "dp")
@@ -78,10 +80,14 @@ def _check(problem: JointProblem, solver: str, time_limit: float) -> None:
 
 
 def _by_dp(
-    stacked: JointArrays, bounds: CheapBounds, reporter: JointProgressReporter, deadline: float
+    stacked: JointArrays,
+    bounds: CheapBounds,
+    reporter: JointProgressReporter,
+    deadline: float,
+    enough: float,
 ) -> None:
     """Search contiguous stages, then interleaved ones."""
-    search = JointSearch(stacked, bounds, reporter.record, deadline, reporter.report)
+    search = JointSearch(stacked, bounds, reporter.record, deadline, reporter.report, enough)
     pieces = InterleavedSearch(stacked, bounds, reporter.record, deadline)
     reporter.bounded = lambda: min(search.bound, pieces.bound)
     reporter.report("first plans")

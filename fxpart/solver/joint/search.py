@@ -63,10 +63,14 @@ class JointSearch:
         record: JointRecord,
         deadline: float,
         report: Callable[[str], None],
+        enough: float = inf,
     ) -> None:
-        """record: stores the plans found. report: reports the phase from time to time."""
+        """record: stores the plans found. report: reports the phase from time to time.
+
+        enough: seconds from which on plans do not matter: a larger bound is not proven.
+        """
         self.stacked, self.bounds, self.record = stacked, bounds, record
-        self.deadline, self.report = deadline, report
+        self.deadline, self.report, self.enough = deadline, report, enough
         self.runs = BlockRuns(stacked.problem)
         self.tables = JointTables(stacked, self.runs, bounds)
         self._settled, self._made, self._work = inf, 0, _WORK
@@ -143,7 +147,7 @@ class JointSearch:
     @property
     def _best(self) -> float:
         """Return the seconds that a plan has to beat."""
-        return min(self.record.seconds, self._ceiling)
+        return min(self.record.seconds, self._ceiling, self.enough)
 
     # -- by prices ---------------------------------------------------------------------------
 

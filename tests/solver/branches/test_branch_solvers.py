@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from math import inf
 
 import msgspec
@@ -27,12 +26,13 @@ from fxpart.solver.stage_graph.stage_partition import (
 )
 from fxpart.solver.stage_graph.tables import StageGraphTables
 from fxpart.solver.stage_graph.topological_orders import list_topological_orders
+from fxpart.solver.work import work_seconds
 
 BRANCHING = [s for s in range(520) if accepts(random_branches(s)) is None]
 
 
 def later(seconds: float = 60.0) -> float:
-    return time.monotonic() + seconds
+    return work_seconds() + seconds
 
 
 def test_there_are_many_random_cases() -> None:

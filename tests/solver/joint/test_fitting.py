@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from math import inf
 
 import pytest
@@ -15,6 +14,7 @@ from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.objective import JointScorer, evaluate
 from fxpart.solver.joint.problem import JointProblem, StagePin
 from fxpart.solver.suffix_dp import SolverTimeout
+from fxpart.solver.work import work_seconds
 
 
 def fits(problem: JointProblem) -> bool:
@@ -60,4 +60,4 @@ def test_more_than_two_pools_and_interleaving_go_to_the_solver() -> None:
 
 def test_no_time_is_no_answer() -> None:
     with pytest.raises(SolverTimeout):
-        find_feasible_joint_choice(wished_problem(1), time.monotonic() - 1)
+        find_feasible_joint_choice(wished_problem(1), work_seconds() - 1)
