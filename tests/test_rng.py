@@ -45,8 +45,8 @@ def test_one_kernel_keeps_the_same() -> None:
     assert kernel is not rng._keep
     before = counters["stats"]["unique_graphs"]
     for seed, rows in ((3, 5), (-(1 << 62), 6), (7, 11)):
-        for given in ((rows, 9), (torch.arange(rows), torch.arange(9))):
-            assert torch.equal(kernel(*given, seed, 11, cpu), rng._keep(*given, seed, 11, cpu))
+        for lines in ((rows, 9), (torch.arange(rows), torch.arange(9))):
+            assert torch.equal(kernel(*lines, seed, 11, cpu), rng._keep(*lines, seed, 11, cpu))
     assert counters["stats"]["unique_graphs"] - before <= 2  # for numbers and for tensors
 
 
