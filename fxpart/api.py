@@ -129,14 +129,14 @@ def compile(
     ``staleness`` ("2" updates that gradients may miss on all stages, "2,0" by stage; 0 by default).
     weights: the weight mode of an asynchronous or queue plan, a name of
     :mod:`fxpart.schedule.weight_modes`, by default "spectrain", for queues "stash".
-    staleness_penalty: a file of ``fxpart emulate --penalty`` or its content; "auto" then selects
-    mode, weight mode and number of stages by step time times steps to a target loss. check: "auto"
-    compares the captured program with the original module over two steps on a slice of the example
-    (FXP113 if they differ), unless the module has no data or the check is expensive; "on" always
-    compares, "off" never; the plan records the result. batch_coupling: "per-microbatch" computes
-    what couples the rows of a batch (batch statistics, a loss over pairs of rows) for each
-    microbatch; by default such a batch is one microbatch. progress: whether to show a progress bar
-    on stderr, by default on a terminal and in a notebook; or a function that is called with each
+    staleness_penalty: a file of ``fxpart emulate --penalty`` or its content; "auto" then compares
+    step times multiplied by steps to a target loss. check: "auto" compares the captured program
+    with the original module over two steps on a slice of the example (FXP113 if they differ),
+    unless the module has no data or the check is expensive; "on" always compares, "off" never; the
+    plan records the result. batch_coupling: "per-microbatch" computes what couples the rows of a
+    batch (batch statistics, a loss over pairs of rows) for each microbatch; by default such a batch
+    is one microbatch. progress: whether to show a progress bar on stderr, by default on a terminal
+    and in a notebook; or a function that is called with each
     :class:`~fxpart.solver.progress.Progress` of the solver. The logger "fxpart" reports the seconds
     of each phase (INFO) and details (DEBUG).
 

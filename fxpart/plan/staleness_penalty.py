@@ -183,9 +183,9 @@ class RelativeSteps:
 class ModeCandidate(_PenaltyStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One execution mode and number of stages that was compared by time to the target loss.
 
-    mode: synchronous or asynchronous, by the name of the execution mode. step_seconds: the predicted step time. relative_steps, interval, source, delay: as of
-    :class:`RelativeSteps`. seconds: step_seconds times relative_steps. why: why it has no seconds,
-    "" if it has.
+    mode: "sync", or the asynchronous execution mode. step_seconds: the predicted step time.
+    relative_steps, interval, source, delay: as of :class:`RelativeSteps`. seconds: step_seconds
+    times relative_steps. why: why it has no seconds, "" if it has.
     """
 
     mode: str
