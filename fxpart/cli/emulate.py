@@ -117,6 +117,9 @@ def command(
         output.text(line)
     if target_loss is not None:
         measured = emulation.measure_penalty(found, target_loss, smooth)
+    sync = find_sync(found) or []
+    if measured is not None and seeds > 1 and len({run.losses for run in sync}) == 1:
+        output.note("no interval: all seeds have the same losses, as the target sets its own seed")
     if penalty is not None and measured is not None:
         measured.dump(penalty)
     svg = None

@@ -99,6 +99,7 @@ class PenaltyMeasurement:
             )
         reached = [steps for steps in base if steps is not None]
         first = sync[seeds[0]]
+        varied = len({run.losses for run in sync.values()}) > 1
         return StalenessPenalty(
             optimizer=first.optimizer,
             options=dict(first.options),
@@ -111,7 +112,7 @@ class PenaltyMeasurement:
             seeds=tuple(seeds),
             sync_steps=tuple(reached),
             measured=tuple(
-                self._measure(key, [mine[seed] for seed in seeds], reached, first)
+                self._measure(key, [mine[seed] for seed in seeds], reached, first, varied=varied)
                 for key, mine in sorted(late.items())
             ),
         )
@@ -122,7 +123,10 @@ class PenaltyMeasurement:
         runs: Sequence[EmulationResult],
         sync: Sequence[int],
         first: EmulationResult,
+        *,
+        varied: bool,
     ) -> MeasuredDelay:
+        """Return the steps at one delay. varied: whether seeds differ; else without interval."""
         steps = [self._count(run) for run in runs]
         value, interval = compare_steps(steps, sync)
         same = _optimizer(runs[0]) == _optimizer(first)
@@ -131,7 +135,7 @@ class PenaltyMeasurement:
             stages=key[1],
             microbatches=key[2],
             relative_steps=value,
-            interval=interval,
+            interval=interval if varied else None,
             delay=compute_delay(*key),
             steps=tuple(steps),
             optimizer="" if same else runs[0].optimizer,

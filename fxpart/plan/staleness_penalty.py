@@ -42,8 +42,8 @@ class MeasuredDelay(_PenaltyStruct, frozen=True, kw_only=True, forbid_unknown_fi
     microbatches; it follows from the other fields. steps: by seed, None if the target was not
     reached. relative_steps: geometric mean over seeds of the steps divided by the synchronous
     steps; None unless all seeds reached the target. interval: its 95 % confidence interval; None
-    with one seed. optimizer, options: where they differ from those of the other runs, because the
-    weight mode prescribes them.
+    with one seed, and if all seeds have the same synchronous losses. optimizer, options: where they
+    differ from those of the other runs, because the weight mode prescribes them.
     """
 
     weights: str

@@ -85,7 +85,9 @@ def test_runs_are_compared_with_the_synchronous_one_of_their_seed() -> None:
     assert stash.relative_steps == pytest.approx(math.sqrt(6 / 4 * 4 / 2))
     assert (naive.steps, naive.relative_steps, naive.delay) == ((4, None), None, 0.75)
     assert (nadam.optimizer, nadam.options) == ("nadam", {"lr": 0.002}) and not stash.optimizer
-    assert StalenessPenalty.load(found.to_dict()) == found
+    assert StalenessPenalty.load(found.to_dict()) == found and stash.interval is not None
+    same = [result(name, seed, falling) for name in ("sync", "stash") for seed in (0, 1)]
+    assert [one.interval for one in measure(*same).measured] == [None]
     assert found.get_optimizer("nadam-stash")[0] == "nadam"
     assert found.get_optimizer("stash") == ("sgd", {"lr": 0.1})
 
