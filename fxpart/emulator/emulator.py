@@ -142,8 +142,8 @@ class Emulator:
         It compares the updates until the mean of the last ``window`` losses (by default a twentieth
         of the longest run) is at most the target, for each seed with those of the synchronous run.
         runs: of this emulator and of others of the same model and batches, with weights="sync" and
-        asynchronous weight modes, each with the same seeds and optimizer. Pass each seed's weights as
-        ``initial`` to run(): of equal runs there is no interval. FXP109 where they cannot be
+        asynchronous weight modes, each with the same seeds and optimizer. Pass each seed's weights
+        as ``initial`` to run(): of equal runs there is no interval. FXP109 where they cannot be
         compared, or where a synchronous run does not reach the target.
         """
         all_runs, plan = list(runs), self.program.plan
