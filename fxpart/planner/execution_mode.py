@@ -119,16 +119,16 @@ def find_mode_problems(constraints: Constraints) -> Iterator[Problem]:
         why = "in this mode every rank has one stage"
         fix = f'remove virtual, or use mode="sync" with schedule="{INTERLEAVED}"'
         yield Problem("FXP109", f"mode={mode!r}, virtual={virtual}", why, fix)
+    if PENALTY in constraints and mode != "auto":
+        where = f"mode={mode!r}, {PENALTY}={str(constraints[PENALTY])[:60]!r}"
+        why = "with a fixed mode there is nothing to compare by time to the target loss"
+        yield Problem("FXP109", where, why, f'use mode="auto", or remove {PENALTY}')
     if mode == QUEUE:
         yield from _find_queue_problems(constraints)
         return
     if "staleness" in constraints:
         where = f"staleness={constraints['staleness']!r}"
         yield Problem("FXP109", where, 'staleness requires the mode "queue"', 'use mode="queue"')
-    if PENALTY in constraints and mode != "auto":
-        where = f"mode={mode!r}, {PENALTY}={str(constraints[PENALTY])[:60]!r}"
-        why = "with a fixed mode there is nothing to compare by time to the target loss"
-        yield Problem("FXP109", where, why, f'use mode="auto", or remove {PENALTY}')
     names = [name for name in _schedules(constraints) if name != ASYNC]
     if mode == "sync" and weights is not None:
         fix = 'use mode="async", or mode="auto" to select the faster mode'

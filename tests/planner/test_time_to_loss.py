@@ -155,6 +155,7 @@ def test_a_searched_mesh_is_weighed_by_its_stages() -> None:
         ({"batch_size": 32}, {}, "batches of 32 samples"),
         ({}, {"weights": "naive"}, "measured for stash"),
         ({}, {"mode": "async"}, "nothing to compare"),
+        ({}, {"mode": "queue"}, "nothing to compare"),
         ({"measured": []}, {}, "no delay was measured"),
     ],
 )
