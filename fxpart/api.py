@@ -68,6 +68,7 @@ from fxpart.solver.progress import planning_progress
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
     from fxpart.interop.torch_pipeline import PipelineStages
+    from fxpart.plan.staleness_penalty import StalenessPenalty
     from fxpart.runtime import Trainer
     from fxpart.schedule.weight_modes import WeightMode
     from fxpart.solver.joint.problem import JointProblem
@@ -95,6 +96,7 @@ def compile(
     transfer_dtype: str | None = None,
     mode: str | None = None,
     weights: str | None = None,
+    staleness_penalty: str | Path | Mapping[str, Any] | StalenessPenalty | None = None,
     check: str = "auto",
     batch_coupling: str | None = None,
     progress: Callable[[Progress], None] | bool | None = None,
@@ -127,13 +129,15 @@ def compile(
     in which the first free replica of a stage takes the next microbatch, with the constraint
     ``staleness`` ("2" updates that gradients may miss on all stages, "2,0" by stage; 0 by default).
     weights: the weight mode of an asynchronous or queue plan, a name of
-    :mod:`fxpart.schedule.weight_modes`, by default "spectrain", for queues "stash". check: "auto"
-    compares the captured program with the original module over two steps on a slice of the example
-    (FXP113 if they differ), unless the module has no data or the check is expensive; "on" always
-    compares, "off" never; the plan records the result. batch_coupling: "per-microbatch" computes
-    what couples the rows of a batch (batch statistics, a loss over pairs of rows) for each
-    microbatch; by default such a batch is one microbatch. progress: whether to show a progress bar
-    on stderr, by default on a terminal and in a notebook; or a function that is called with each
+    :mod:`fxpart.schedule.weight_modes`, by default "spectrain", for queues "stash".
+    staleness_penalty: a file of ``fxpart emulate --penalty`` or its content; "auto" then compares
+    step times multiplied by steps to a target loss. check: "auto" compares the captured program
+    with the original module over two steps on a slice of the example (FXP113 if they differ),
+    unless the module has no data or the check is expensive; "on" always compares, "off" never; the
+    plan records the result. batch_coupling: "per-microbatch" computes what couples the rows of a
+    batch (batch statistics, a loss over pairs of rows) for each microbatch; by default such a batch
+    is one microbatch. progress: whether to show a progress bar on stderr, by default on a terminal
+    and in a notebook; or a function that is called with each
     :class:`~fxpart.solver.progress.Progress` of the solver. The logger "fxpart" reports the seconds
     of each phase (INFO) and details (DEBUG).
 
@@ -152,7 +156,7 @@ def compile(
                 with_coupling(
                     with_mode(
                         with_numbers(constraints, precision, transfer_dtype, chosen), mode, weights,
-                        chosen,
+                        chosen, staleness_penalty,
                     ),
                     batch_coupling,
                 ),

@@ -256,9 +256,12 @@ def make_cache_key(request: CommandLineRequest) -> PlanCacheKey:
         "mode": request.mode, "weights": request.weights,
         "batch_coupling": request.batch_coupling,
     }  # fmt: skip
+    constraints = {**request.constraints, **{k: v for k, v in numbers.items() if v is not None}}
+    if request.staleness_penalty is not None:
+        constraints["staleness_penalty"] = _digest(request.staleness_penalty)
     return PlanCacheKey(
         target=request.target,
-        constraints={**request.constraints, **{k: v for k, v in numbers.items() if v is not None}},
+        constraints=constraints,
         optimizer=request.optimizer,
         cost_model=_digest(request.cost_model),
         seed=request.seed or 0,
@@ -266,12 +269,12 @@ def make_cache_key(request: CommandLineRequest) -> PlanCacheKey:
     )
 
 
-def _digest(cost_model: str) -> str:
-    """Return the digest of a file's content, or the name of a cost model."""
+def _digest(name: str) -> str:
+    """Return the digest of a file's content, or the name if there is no such file."""
     try:
-        return hashlib.sha256(read_bytes(cost_model)).hexdigest()
+        return hashlib.sha256(read_bytes(name)).hexdigest()
     except OSError:
-        return cost_model
+        return name
 
 
 def check_started(request: CommandLineRequest, run: RunDir) -> None:

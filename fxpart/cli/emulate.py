@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from fxpart.cli import output
-from fxpart.cli.options import json_option
+from fxpart.cli.emulation_table import (
+    SYNC,
+    EmulatedMode,
+    Runs,
+    find_sync,
+    loss_table,
+    penalty_table,
+    summarize_mode,
+)
+from fxpart.cli.options import CountsType, json_option
 from fxpart.errors import FxpartError, error
 from fxpart.schedule.weight_modes import FLUSH, MODES, SPECTRAIN, STASH, WeightMode, weight_mode
 
 if TYPE_CHECKING:
     from fxpart.capture.workload import Workload
-    from fxpart.emulator import EmulationResult, Emulator
-
-SYNC = "sync"
+    from fxpart.emulator import EmulationResult, Emulator, StalenessPenalty
 
 
 @click.command()
 @click.argument("target")
-@click.option("--stages", "-k", type=click.IntRange(1, 32), default=4, show_default=True)
+@click.option(
+    "--stages",
+    "-k",
+    type=CountsType(32),
+    default="4",
+    show_default=True,
+    help="One number or more.",
+)
 @click.option(
     "--weights",
     default=f"{SYNC},{STASH},{SPECTRAIN}",
@@ -35,7 +47,14 @@ SYNC = "sync"
     help=f"sync, {', '.join(name for name in MODES.builtin if name != FLUSH)}; or all.",
 )
 @click.option("--steps", type=click.IntRange(1), default=100, show_default=True)
-@click.option("--microbatches", "-m", type=click.IntRange(1), default=1, show_default=True)
+@click.option(
+    "--microbatches",
+    "-m",
+    type=CountsType(),
+    default="1",
+    show_default=True,
+    help="Of a minibatch: one number or more.",
+)
 @click.option("--batch-size", "-b", type=click.IntRange(1), help="Global batch.")
 @click.option("--optimizer", help="Optimizer name, such as adamw; by default the target's.")
 @click.option("--lr", type=float, help="Learning rate, by default the optimizer's.")
@@ -51,20 +70,30 @@ SYNC = "sync"
     show_default=True,
     help="Number of seeds; the target's function is called for each.",
 )
+@click.option(
+    "--target-loss", type=float, help="Count the steps to this loss, relative to weights=sync."
+)
+@click.option(
+    "--penalty",
+    type=click.Path(),
+    help="Write these steps to this file, for --staleness-penalty of `fxpart plan`.",
+)
 @click.option("--out", "-o", type=click.Path(), help="Write a plot of the losses to this SVG file.")
 @click.option(
     "--smooth",
     type=click.IntRange(1),
-    help="Number of updates over which plotted losses are averaged.",
+    help="Number of updates over which losses are averaged, for --out and --target-loss.",
 )
 @json_option
 def command(
     target: str,
-    stages: int,
+    stages: tuple[int, ...],
     weights: str,
     steps: int,
     seed: int,
     seeds: int,
+    target_loss: float | None,
+    penalty: str | None,
     out: str | None,
     smooth: int | None,
     as_json: bool,
@@ -76,39 +105,79 @@ def command(
     Workload's data, repeated; without data, the example batch is repeated. The loss of a mode is
     the mean over the last tenth of the updates, and the spread is the standard deviation over
     seeds. nadam-stash has its own optimizer, with the given learning rate if that is for Adam.
+    Several numbers of stages or microbatches are emulated one after another, as stash 8x2: eight
+    stages and two microbatches.
     """
     names, every = _modes(weights)
+    _check_penalty(names, target_loss, penalty)
     emulation = _EmulationRuns(target, stages, steps, range(seed, seed + seeds), options)
     found = emulation.run_all(names, every=every)
+    several, measured = len(stages) * len(options["microbatches"]) > 1, None
+    for line in [] if as_json else loss_table(found, seeds, several=several):
+        output.text(line)
+    if target_loss is not None:
+        measured = emulation.measure_penalty(found, target_loss, smooth)
+    sync = find_sync(found) or []
+    if measured is not None and seeds > 1 and len({run.losses for run in sync}) == 1:
+        output.note("no interval: all seeds have the same losses, as the target sets its own seed")
+    if penalty is not None and measured is not None:
+        measured.dump(penalty)
     svg = None
     if out is not None:
-        svg = _draw(found, f"{target}: {stages} stages", out, smooth)
+        title = f"{target}: {', '.join(map(str, stages))} stages"
+        svg = _draw(found, title, out, smooth, several=several)
     if as_json:
         output.data({
-            "target": target, "stages": stages, "microbatches": options["microbatches"],
+            "target": target, "stages": _single(stages),
+            "microbatches": _single(options["microbatches"]),
             "steps": steps, "seeds": list(emulation.seeds), "out": svg,
+            "penalty": None if measured is None else measured.to_dict(),
             "modes": [
                 {
-                    **_summary(name, runs, found.get(SYNC)),
+                    **summarize_mode(mode, runs, find_sync(found)),
                     "runs": [run.to_dict() for run in runs],
                 }
-                for name, runs in found.items()
+                for mode, runs in found.items()
             ],
         })  # fmt: skip
         return 0
-    for line in _table(found, seeds):
+    for line in [] if measured is None else ["", *penalty_table(measured)]:
         output.text(line)
+    _warn_of_predictions(found, several=several)
+    for path in (penalty, svg):
+        if path is not None:
+            output.note(f"wrote {path}")
+    return 0
+
+
+def _warn_of_predictions(found: Runs, *, several: bool) -> None:
+    """Print a warning for each mode whose predictions were worse than none."""
     from fxpart.runtime.asynchronous.stage_report import describe_inaccurate_predictions
 
-    for name, runs in found.items():
+    for mode, runs in found.items():
         warning = describe_inaccurate_predictions(
             [_mean(rhos) for rhos in zip(*(run.rho for run in runs), strict=True)]
         )
         if warning:
-            output.note(f"warning, {name}: {warning}")
-    if svg is not None:
-        output.note(f"wrote {svg}")
-    return 0
+            output.note(f"warning, {mode.describe(several)}: {warning}")
+
+
+def _single(numbers: tuple[int, ...]) -> int | list[int]:
+    """Return the only number, or a list of several."""
+    return numbers[0] if len(numbers) == 1 else list(numbers)
+
+
+def _check_penalty(names: list[str], target_loss: float | None, penalty: str | None) -> None:
+    """Raise FXP109 for options of the penalty that cannot be combined."""
+    where, why, fix = f"--penalty {penalty}", "", ""
+    if penalty is not None and target_loss is None:
+        why, fix = "the steps to a loss are counted, but no loss is given", "add --target-loss LOSS"
+    elif target_loss is not None and (SYNC not in names or len(names) < 2):
+        where = "--weights"
+        why = "steps to a loss are compared with those of synchronous training"
+        fix = f"use --weights {SYNC},{STASH} or more modes"
+    if why:
+        raise error("FXP109", where=where, why=why, fix=fix)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -137,43 +206,67 @@ def _mode(name: str) -> WeightMode:
 
 @dataclass(frozen=True)
 class _EmulationRuns:
-    """The runs of all modes and seeds."""
+    """The runs of all modes, pipelines and seeds. emulators: by number of stages, once compiled."""
 
     target: str
-    stages: int
+    stages: tuple[int, ...]
     steps: int
     seeds: range
     options: dict[str, Any]
+    emulators: dict[int, Emulator] = field(default_factory=dict)
 
-    def run_all(self, names: list[str], *, every: bool) -> dict[str, list[EmulationResult]]:
-        """Return the runs by mode, in the order of seeds. every: omit unsupported modes."""
+    def run_all(
+        self, names: list[str], *, every: bool
+    ) -> dict[EmulatedMode, list[EmulationResult]]:
+        """Return the runs by mode, in the order of seeds. every: omit unsupported modes.
 
-        found: dict[str, list[EmulationResult]] = {}
-        emulator: Emulator | None = None
+        Synchronous training is the same with any number of stages and runs with the first.
+        """
+        found: dict[EmulatedMode, list[EmulationResult]] = {}
+        modes: list[EmulatedMode] = []
         for seed in self.seeds:
             workload = self._workload(seed)
-            if emulator is None:
+            if not self.emulators:
                 for name in names:
                     self._optimizer(workload, _mode(name))
-                emulator = self._emulator(workload)
-                names = [n for n in names if self._can(emulator, n, every=every)]
+                for count in self.stages:
+                    self.emulators[count] = self._emulator(workload, count)
+                modes = [mode for mode in self._list_modes(names) if self._can(mode, every=every)]
                 if workload.data is None:
                     output.note("no data in the target: the example batch is repeated")
             # The initial weights, drawn by the target's function with the seed.
             initial = {name: t.detach() for name, t in workload.model.state_dict().items()}
-            for name in names:
-                run = self._run(emulator, workload, name, seed, initial)
-                found.setdefault(name, []).append(run)
+            for mode in modes:
+                found.setdefault(mode, []).append(self._run(workload, mode, seed, initial))
         return found
 
-    def _can(self, emulator: Emulator, name: str, *, every: bool) -> bool:
+    def measure_penalty(
+        self, found: Runs, target_loss: float, window: int | None
+    ) -> StalenessPenalty:
+        """Return the staleness penalty of the runs."""
+        runs = [run for mine in found.values() for run in mine]
+        return self.emulators[self.stages[0]].measure_penalty(runs, target_loss, window=window)
+
+    @property
+    def _several(self) -> bool:
+        return len(self.stages) * len(self.options["microbatches"]) > 1
+
+    def _list_modes(self, names: list[str]) -> list[EmulatedMode]:
+        pipelines = [(k, m) for k in self.stages for m in self.options["microbatches"]]
+        return [
+            EmulatedMode(name, stages, microbatches)
+            for name in names
+            for stages, microbatches in (pipelines[:1] if name == SYNC else pipelines)
+        ]
+
+    def _can(self, mode: EmulatedMode, *, every: bool) -> bool:
         """Return whether the mode is supported; raises FXP109 if it was requested by name."""
         try:
-            emulator.check(name)
+            self.emulators[mode.stages].check(mode.weights, mode.microbatches)
         except FxpartError as fault:
             if not every:
                 raise
-            output.note(f"without {name}: {fault.problems[0].why}")
+            output.note(f"without {mode.describe(self._several)}: {fault.problems[0].why}")
             return False
         return True
 
@@ -182,14 +275,14 @@ class _EmulationRuns:
 
         return load_target(self.target, seed)
 
-    def _emulator(self, workload: Workload) -> Emulator:
+    def _emulator(self, workload: Workload, stages: int) -> Emulator:
         from fxpart.emulator import Emulator
 
-        with output.show_activity(f"dividing {self.target} into {self.stages} stages"):
+        with output.show_activity(f"dividing {self.target} into {stages} stages"):
             return Emulator(
                 workload.model,
-                stages=self.stages,
-                microbatches=self.options["microbatches"],
+                stages=stages,
+                microbatches=self.options["microbatches"][0],
                 loss=workload.loss,
                 example_inputs=workload.example,
                 example_kwargs=workload.example_kwargs,
@@ -198,13 +291,15 @@ class _EmulationRuns:
             )
 
     def _run(
-        self, emulator: Emulator, workload: Workload, name: str, seed: int, initial: dict[str, Any]
+        self, workload: Workload, mode: EmulatedMode, seed: int, initial: dict[str, Any]
     ) -> EmulationResult:
-        with _progress(f"{name}, seed {seed}", self.steps) as progress:
+        emulator = self.emulators[mode.stages]
+        with _progress(f"{mode.describe(self._several)}, seed {seed}", self.steps) as progress:
             return emulator.run(
                 _batches(emulator, workload, self.target),
-                weights=name,
-                optimizer=self._optimizer(workload, _mode(name)),
+                weights=mode.weights,
+                microbatches=mode.microbatches,
+                optimizer=self._optimizer(workload, _mode(mode.weights)),
                 steps=self.steps,
                 clip_norm=self.options["clip_norm"],
                 initial=initial,
@@ -280,78 +375,14 @@ def _batches(emulator: Emulator, workload: Workload, target: str) -> Callable[[]
     return batches
 
 
-def _summary(
-    name: str, runs: list[EmulationResult], sync: list[EmulationResult] | None
-) -> dict[str, Any]:
-    """Return a mode's figures over its seeds; those that are not finite are None."""
-    finals = [run.final() for run in runs]
-    mean = fmean(finals)
-    base = None if sync is None else fmean(run.final() for run in sync)
-    spread = math.sqrt(fmean((f - mean) ** 2 for f in finals)) if math.isfinite(mean) else math.nan
-    beside = math.nan if base is None else mean - base
-    return {
-        "weights": name,
-        "final_loss": mean if math.isfinite(mean) else None,
-        "spread": spread if math.isfinite(spread) else None,
-        "to_sync": beside if math.isfinite(beside) else None,
-        "diverged": sum(run.diverged is not None for run in runs),
-    }
-
-
-def _table(found: dict[str, list[EmulationResult]], seeds: int) -> list[str]:
-    """Return a line per mode: final loss, difference to sync, staleness, weight copies, rho."""
-    head = ["weights", "final loss", "to sync", "staleness", "copies", "rho"]
-    if seeds > 1:
-        head.insert(2, "spread")
-    rows = [head]
-    for name, runs in found.items():
-        made = _summary(name, runs, found.get(SYNC))
-        rhos = [rho for run in runs for rho in run.rho if rho is not None]
-        row = [
-            name,
-            _shown(made["final_loss"]) if made["final_loss"] is not None else _divergence(runs),
-            _shown(made["to_sync"], sign=True) if name != SYNC else "",
-            _range(runs[0].staleness),
-            _range(runs[0].copies),
-            f"{min(rhos):.2f}..{max(rhos):.2f}" if rhos else "",
-        ]
-        if seeds > 1:
-            row.insert(2, _shown(made["spread"]))
-        rows.append(row)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _shown(value: float | None, *, sign: bool = False) -> str:
-    if value is None:
-        return ""
-    return f"{round(value, 4) + 0.0:{'+' if sign else ''}.4f}"
-
-
-def _range(counts: tuple[int, ...]) -> str:
-    """Return the values of the first and last stage, or one value if they are equal."""
-    first, last = counts[0], counts[-1]
-    return str(first) if first == last else f"{first}..{last}"
-
-
-def _divergence(runs: list[EmulationResult]) -> str:
-    update = min(run.diverged for run in runs if run.diverged is not None)
-    return f"diverged at {update}"
-
-
-def _draw(
-    found: dict[str, list[EmulationResult]], title: str, path: str, smooth: int | None
-) -> str:
+def _draw(found: Runs, title: str, path: str, smooth: int | None, *, several: bool) -> str:
     """Plot the mean loss over seeds of each mode; return the path."""
     from fxpart.cli.report import write
     from fxpart.emulator.loss_plot import losses_svg, mean_curve
 
-    curves = [mean_curve(name, [run.losses for run in runs]) for name, runs in found.items()]
+    curves = [
+        mean_curve(mode.describe(several), [run.losses for run in runs])
+        for mode, runs in found.items()
+    ]
     write(path, losses_svg(curves, title, window=smooth))
     return path

@@ -68,6 +68,7 @@ class CommandLineRequest:
     transfer_dtype: str | None = None
     mode: str | None = None
     weights: str | None = None
+    staleness_penalty: str | None = None
     check: str = "auto"
     batch_coupling: str | None = None
 
@@ -88,6 +89,7 @@ class CommandLineRequest:
             "stage": ";".join(self.stage) or None,
             "layout": self.layout,
             "time_limit": self.time_limit,
+            "staleness_penalty": self.staleness_penalty,
         }
         given = {key: value for key, value in own.items() if value is not None}
         return {**(parse_constraints((*self.constraint, *self.fix)) or {}), **given}
@@ -180,6 +182,24 @@ class CommandLineRequest:
             return compile(**self._arguments(workload), plan=self.plan, progress=progress)
 
 
+class CountsType(click.ParamType[tuple[int, ...]]):
+    """Distinct positive numbers, separated by commas."""
+
+    name = "N[,N]"
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Return the numbers; a usage error for anything else."""
+        if isinstance(value, tuple):
+            return value
+        kind = click.IntRange(1, self._most)
+        return tuple(dict.fromkeys(kind.convert(word, param, ctx) for word in value.split(",")))
+
+
 check_option = click.option(
     "--check", type=click.Choice(["auto", "on", "off"]), default="auto", show_default=True,
     help="Compare the captured program with the module over two steps.",
@@ -198,6 +218,10 @@ _MODES = (
         "--weights", metavar="NAME",
         help=f"Weight mode of async: {', '.join(_ASYNC_MODES)}, by default {WEIGHTS}; of queue: "
         f"{', '.join(_QUEUE_MODES)}.",
+    ),
+    click.option(
+        "--staleness-penalty", type=click.Path(),
+        help="File of `fxpart emulate --penalty`: auto compares the time to its target loss.",
     ),
     click.option(
         "--batch-coupling", type=click.Choice(("per-microbatch",)),

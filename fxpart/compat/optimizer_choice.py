@@ -16,6 +16,7 @@ from fxpart.errors import FxpartError, error
 from fxpart.optim import BasisRotation, Muon
 
 Shape = tuple[tuple[int, ...], torch.dtype]
+Options = dict[str, bool | float | tuple[float, ...]]
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 
@@ -69,6 +70,43 @@ def choose(optimizer: object = "adamw") -> OptimizerChoice:
         why=f"a {type(optimizer).__name__} is not an optimizer",
         fix='use "adamw", torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), or a function',
     )
+
+
+def describe_optimizer(optimizer: object) -> tuple[str, Options]:
+    """Return the class name in lowercase, and the options that are numbers.
+
+    For several optimizers, their names and no options. Options that only select an implementation
+    are left out. Raises FXP109 as :func:`choose` does.
+    """
+    choice = choose(optimizer)
+    if choice.parts:
+        return choice.name, {}
+    try:
+        made = choice.make([torch.nn.Parameter(torch.zeros(1, 1))])
+    except Exception:  # user functions may raise anything for a single parameter
+        return choice.name, {}
+    if not isinstance(made, torch.optim.Optimizer):
+        return choice.name, {}
+    found: Options = {}
+    for name, value in made.param_groups[0].items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if name in _IMPLEMENTATION:
+            continue
+        if isinstance(value, bool | int | float):
+            found[name] = value if isinstance(value, bool) else float(value)
+        elif isinstance(value, tuple) and all(isinstance(v, int | float) for v in value):
+            found[name] = tuple(map(float, value))
+    return type(made).__name__.lower(), found
+
+
+def has_options(optimizer: object) -> bool:
+    """Return whether the user specified options, not only a name or class."""
+    return not isinstance(optimizer, str | type)
+
+
+# Options that select an implementation, or that fxpart sets.
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "initial_lr", "maximize"}
 
 
 def _like(

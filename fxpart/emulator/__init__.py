@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from fxpart.emulator.emulation_result import EmulationResult
 from fxpart.emulator.emulator import Emulator
+from fxpart.plan.staleness_penalty import StalenessPenalty
 
-__all__ = ["EmulationResult", "Emulator"]
+__all__ = ["EmulationResult", "Emulator", "StalenessPenalty"]

@@ -28,7 +28,8 @@ class EmulationResult:
     |W'' - W| with W' the predicted weights of a forward, W'' the weights without prediction, and W
     the weights of its backward; above 1, prediction is worse than none. None if nothing was
     predicted or measured. diverged: update with the first non-finite loss, where the run ended;
-    None if all are finite. seconds: of the run. state_dict: final parameters and buffers by name,
+    None if all are finite. seconds: of the run. seed: of random ops. optimizer, options: its name
+    in lowercase, and its options at the start. state_dict: final parameters and buffers by name,
     unsharded.
     """
 
@@ -42,6 +43,9 @@ class EmulationResult:
     rho: tuple[float | None, ...]
     diverged: int | None
     seconds: float
+    seed: int
+    optimizer: str
+    options: Mapping[str, bool | float | tuple[float, ...]]
     state_dict: Mapping[str, torch.Tensor] = field(repr=False, compare=False)
 
     def final(self, part: float = 0.1) -> float:
@@ -69,6 +73,9 @@ class EmulationResult:
             "rho": [None if rho is None else _finite(rho) for rho in self.rho],
             "diverged": self.diverged,
             "seconds": self.seconds,
+            "seed": self.seed,
+            "optimizer": self.optimizer,
+            "options": dict(self.options),
         }
 
 

@@ -17,10 +17,13 @@ from torch import nn
 
 from fxpart.codegen.materialization import constants_of, materialize
 from fxpart.codegen.stage_loader import load_stage
+from fxpart.compat.optimizer_choice import describe_optimizer
 from fxpart.emulator.emulation_result import SYNC, EmulationResult
 from fxpart.emulator.even_partition import cut_evenly
+from fxpart.emulator.penalty import PenaltyMeasurement
 from fxpart.emulator.weight_snapshots import WeightSnapshots
 from fxpart.errors import error
+from fxpart.plan.staleness_penalty import StalenessPenalty
 from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.asynchronous.pipeline import AsyncPipeline
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
@@ -131,6 +134,25 @@ class Emulator:
             run.trainer.close()
         return replace(found, weights=name)
 
+    def measure_penalty(
+        self, runs: Iterable[EmulationResult], target_loss: float, *, window: int | None = None
+    ) -> StalenessPenalty:
+        """Return the staleness penalty for ``compile(..., mode="auto", staleness_penalty=)``.
+
+        It compares the updates until the mean of the last ``window`` losses (by default a twentieth
+        of the longest run) is at most the target, for each seed with those of the synchronous run.
+        runs: of this emulator and of others of the same model and batches, with weights="sync" and
+        asynchronous weight modes, each with the same seeds and optimizer. Pass each seed's weights
+        as ``initial`` to run(): of equal runs there is no interval. FXP109 where they cannot be
+        compared, or where a synchronous run does not reach the target.
+        """
+        all_runs, plan = list(runs), self.program.plan
+        longest = max((len(run.losses) for run in all_runs), default=0)
+        width = max(1, longest // 20) if window is None else window
+        return PenaltyMeasurement(plan.model, plan.batch_size, target_loss, width).summarize(
+            all_runs
+        )
+
     def check(self, weights: str | WeightMode, microbatches: int | None = None) -> WeightMode:
         """Return the mode; FXP109 if it is unknown, or the pipeline cannot train with it.
 
@@ -189,6 +211,8 @@ class _EmulatorRun:
         )
         assert isinstance(self.trainer.pipeline, AsyncPipeline), "an emulation has no flushes"
         self.snapshots.follow(self.trainer.pipeline.stage_weights)
+        self.seed = options["seed"]
+        self.optimizer = describe_optimizer(optimizer)
         self.losses: list[float] = []
         self.evaluations: list[tuple[int, float]] = []
 
@@ -223,6 +247,9 @@ class _EmulatorRun:
             rho=tuple(stage.mean_rho for stage in report),
             diverged=diverged,
             seconds=time.perf_counter() - started,
+            seed=self.emulator.program.plan.seed if self.seed is None else self.seed,
+            optimizer=self.optimizer[0],
+            options=self.optimizer[1],
             state_dict=state,
         )
 

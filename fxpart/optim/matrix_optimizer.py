@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 else:
                     step_adamw(p, p.grad, state, group)
         return loss
+
+    def set_delays(self, stage: int, delays: Sequence[int]) -> None:
+        """Note the updates that each stage of an asynchronous pipeline misses.
+
+        stage: whose parameters these are. Most optimizers do not depend on it.
+        """
 
     @abstractmethod
     def step_matrix(

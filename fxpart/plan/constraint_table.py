@@ -163,6 +163,10 @@ _TABLE = (
         summary='Updates that forwards may miss: one number, or one per stage ("2,0").',
     ),
     ConstraintSpec(
+        name="staleness_penalty", kind="text", needs="mode=auto",
+        summary="File of `fxpart emulate --penalty`: modes are compared by time to its loss.",
+    ),
+    ConstraintSpec(
         name="batch_coupling", kind="choice", choices=("per-microbatch",),
         summary="Accept batch statistics of each microbatch instead of the batch.",
     ),

@@ -97,6 +97,8 @@ def plain(plan: Plan) -> dict[str, Any]:
         for name, default in _OMITTED.items():
             if stage[name] == default:
                 del stage[name]
+    if not found["modes"]:
+        del found["modes"]
     return found
 
 

@@ -16,6 +16,7 @@ from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError, Problem
 from fxpart.plan.migration import VERSION
 from fxpart.plan.prediction import HostLoad, PeakMemory, Prediction, RankPrediction
+from fxpart.plan.staleness_penalty import ModeCandidate
 from fxpart.schedule.weight_modes import FLUSH
 
 __all__ = [
@@ -234,6 +235,8 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     devices: the cluster's devices that ranks 0, 1, ... run on, as ascending indices; empty for the
     first ones. order: the model's blocks in the order of the stages; empty for their own.
     alternatives: the best rejected choices; changes: this one with one decision changed.
+    modes: what the mode "auto" compared by time to a target loss, best first; empty without a
+    staleness penalty.
     equivalence: the promised relation to single-process training, None in plans made before version
     9. check: the comparison of the captured program with the module, None where none is recorded.
     certificate: of the cuts, for the selected degrees; degrees: of the degrees themselves, over the
@@ -264,6 +267,7 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     degrees: Certificate | None = None
     alternatives: tuple[Alternative, ...]
     changes: tuple[Alternative, ...] = ()
+    modes: tuple[ModeCandidate, ...] = ()
     constraints: dict[str, int | float | str | bool]
     edges: tuple[tuple[int, int, bool], ...] = ()
     sharding: PlanSharding | None = None

@@ -21,7 +21,7 @@ from fxpart.planner.constraints import list_fixed
 from fxpart.planner.context_parallelism import PlacedSequences
 from fxpart.planner.degree_proposal import DegreeSearchResult, make_proposal, select_distinct
 from fxpart.planner.device_assignment import assign_devices
-from fxpart.planner.execution_mode import ASYNC, as_synchronous
+from fxpart.planner.execution_mode import ASYNC, PENALTY, as_synchronous
 from fxpart.planner.families.schedule_selection import (
     requested_schedules,
     with_cut_schedules,
@@ -303,8 +303,18 @@ def with_degrees(request: PlanRequest) -> dict[str, int | float | str | bool]:
 
 
 def _check_proposable(request: PlanRequest) -> None:
-    """Raise FXP109 for constraints that need a lowered graph, which --space all does not have."""
+    """Raise FXP109 for constraints that need a lowered graph, which --space all does not have.
+
+    And for a staleness penalty, which is not in the joint problem.
+    """
     given = request.constraints
+    if request.penalty is not None:
+        raise error(
+            "FXP109",
+            where=f"{PENALTY} with --space all",
+            why="with --space all, modes are compared by estimated step time",
+            fix=f"remove {PENALTY}, or remove --space all",
+        )
     ignored = [key for key in ("annotations", "placements") if given.get(key)]
     ignored += ["zero_axis"] if given.get("zero_axis", "dp") != "dp" else []
     ignored += ["copies"] if given.get("copies") == "always" else []

@@ -7,10 +7,14 @@ the staleness.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from fxpart.errors import Problem, error
 from fxpart.plan.constraint_table import QUEUE
+from fxpart.plan.staleness_penalty import StalenessPenalty
 from fxpart.schedule.spec import ASYNC as ASYNC_SCHEDULE
 from fxpart.schedule.spec import INTERLEAVED, SCHEDULES, list_schedules
 from fxpart.schedule.weight_modes import (
@@ -28,7 +32,8 @@ Found: TypeAlias = dict[str, int | float | str | bool]
 
 ASYNC = ASYNC_SCHEDULE  # the mode is named after its schedule
 WEIGHTS = SPECTRAIN  # by default
-_MODE_KEYS = ("mode", "weights", "staleness")
+PENALTY = "staleness_penalty"
+_MODE_KEYS = ("mode", "weights", "staleness", PENALTY)
 
 
 def mode_of(constraints: Constraints) -> str:
@@ -69,18 +74,28 @@ def as_synchronous(constraints: Constraints) -> Found:
 
 def as_asynchronous(constraints: Constraints) -> Found:
     """Return the same constraints for an asynchronous plan."""
-    return {**constraints, "mode": ASYNC, "schedule": ASYNC, "weights": weights_of(constraints)}
+    kept = {key: value for key, value in constraints.items() if key != PENALTY}
+    return {**kept, "mode": ASYNC, "schedule": ASYNC, "weights": weights_of(constraints)}
 
 
 def with_mode(
-    constraints: Constraints, mode: str | None, weights: str | None, plan: Plan | None = None
+    constraints: Constraints,
+    mode: str | None,
+    weights: str | None,
+    plan: Plan | None = None,
+    penalty: str | Path | Mapping[str, Any] | StalenessPenalty | None = None,
 ) -> Found:
-    """Return the constraints with the arguments ``mode`` and ``weights`` added.
+    """Return the constraints with the arguments ``mode``, ``weights`` and the penalty added.
 
-    plan: the plan that is applied, if any. Raises FXP305 where an argument contradicts it.
+    A penalty that is no file becomes JSON text; raises FXP109 where it is not valid. plan: the plan
+    that is applied, if any. Raises FXP305 where an argument contradicts it.
     """
     given = {key: value for key, value in (("mode", mode), ("weights", weights)) if value}
     found = {**constraints, **given}
+    if isinstance(penalty, str | Path):
+        found[PENALTY] = str(penalty)
+    elif penalty is not None:
+        found[PENALTY] = msgspec.json.encode(StalenessPenalty.load(penalty)).decode()
     if plan is None:
         return found
     mode_then = ASYNC if plan.schedule == ASYNC else QUEUE if plan.staleness else "sync"
@@ -104,6 +119,10 @@ def find_mode_problems(constraints: Constraints) -> Iterator[Problem]:
         why = "in this mode every rank has one stage"
         fix = f'remove virtual, or use mode="sync" with schedule="{INTERLEAVED}"'
         yield Problem("FXP109", f"mode={mode!r}, virtual={virtual}", why, fix)
+    if PENALTY in constraints and mode != "auto":
+        where = f"mode={mode!r}, {PENALTY}={str(constraints[PENALTY])[:60]!r}"
+        why = "with a fixed mode there is nothing to compare by time to the target loss"
+        yield Problem("FXP109", where, why, f'use mode="auto", or remove {PENALTY}')
     if mode == QUEUE:
         yield from _find_queue_problems(constraints)
         return

@@ -1,13 +1,15 @@
 """Select the execution mode and return its best plan.
 
 Asynchronous training computes with stale weights, which step time does not account for. It is
-therefore selected only if the user requests it or requests the mode "auto".
+therefore selected only if the user requests it or requests the mode "auto". With a measured
+staleness penalty, "auto" compares the predicted time to its target loss instead of step time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,6 +17,8 @@ import msgspec
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
 from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Plan
+from fxpart.plan.staleness_penalty import ModeCandidate, StalenessPenalty
+from fxpart.planner.constraints import list_fixed
 from fxpart.planner.execution_mode import ASYNC, Found, as_asynchronous, as_synchronous
 from fxpart.planner.families import MODE_FAMILIES, find_family
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
@@ -22,10 +26,18 @@ from fxpart.planner.prediction.asynchronous_plan import as_alternative, describe
 from fxpart.planner.prepared_model import PreparedModel
 from fxpart.planner.request import PlanRequest
 from fxpart.planner.search import find_best_plan
+from fxpart.planner.time_to_loss import (
+    describe_choice,
+    describe_later,
+    explain_unknown_penalty,
+    list_pipelines,
+    make_candidate,
+)
 
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
 
+_STEP_TIME_ALONE = "step time alone was compared, as no staleness_penalty is given"
 _ONE = "the best asynchronous plan has one stage, which is synchronous training"
 
 
@@ -45,9 +57,10 @@ def select_mode(
 ) -> ModeSelection:
     """Return the plan of the request's mode; "auto" selects the shorter simulated step.
 
-    The plan's provenance has the reason under "mode"; where both modes were planned, the best plan
-    of the rejected mode is the first alternative. Raises FXP2xx where nothing fits, FXP109 where
-    the mode "async" is combined with ZeRO.
+    With a staleness penalty, "auto" selects the shortest time to its target loss. The plan's
+    provenance has the reason under "mode"; where several modes were planned, the best rejected plan
+    is the first alternative. Raises FXP2xx where nothing fits, FXP109 where the mode "async" is
+    combined with ZeRO.
     """
     request = front.request
     if request.mode == "sync":
@@ -85,19 +98,31 @@ def select_mode(
             )
         one_stage = of(as_synchronous(request.constraints), stages=1, copies="none")
         return _with_reason(one_stage, request, f"sync: {_ONE}")
-    return _select_faster(
-        request,
-        lambda: of(as_synchronous(request.constraints)),
-        lambda: _plan_asynchronous(request, of),
-    )
+
+    def plan_synchronous() -> ModeSelection:
+        return of(as_synchronous(request.constraints))
+
+    if request.penalty is None:
+        return _select_faster(request, plan_synchronous, lambda: _plan_asynchronous(request, of))
+
+    def plan_pipeline(weights: str, stages: int) -> ModeSelection:
+        kept = as_asynchronous({**request.constraints, "weights": weights})
+        pinned = {**{key: kept[key] for key in kept if key != "pp"}, "stages": stages}
+        mine = replace(_with_constraints(front, pinned).request, stages=(stages, stages))
+        found = find_best_plan(replace(front, request=mine), microbatches, progress)
+        return ModeSelection(found, replace(request, constraints=kept))
+
+    return _select_sooner(front, microbatches, request.penalty, plan_synchronous, plan_pipeline)
 
 
 def request_of(request: PlanRequest, plan: Plan) -> PlanRequest:
     """Return the request with the constraints of the mode that the plan has."""
     if request.mode == "sync":
         return request
-    of = as_asynchronous if plan.schedule == ASYNC else as_synchronous
-    return replace(request, constraints=of(request.constraints))
+    if plan.schedule == ASYNC:
+        chosen = as_asynchronous({**request.constraints, "weights": plan.weights})
+        return replace(request, constraints=chosen)
+    return replace(request, constraints=as_synchronous(request.constraints))
 
 
 def _plan_asynchronous(request: PlanRequest, of: Callable[[Found], ModeSelection]) -> ModeSelection:
@@ -132,11 +157,69 @@ def _select_faster(
     if len(plan.stages) < 2:
         return _with_reason(step, request, f"sync: {_ONE}")
     if plan.prediction.expected_seconds < other.prediction.expected_seconds:
-        reason = f"async is faster by simulation; {describe_staleness(plan)}"
+        reason = f"async is faster by simulation; {describe_staleness(plan)}; {_STEP_TIME_ALONE}"
         return _with_reason(asynchronous_plan, request, reason, other)
-    return _with_reason(
-        step, request, "sync: an asynchronous plan is not faster by simulation", plan
-    )
+    reason = f"sync: an asynchronous plan is not faster by simulation; {_STEP_TIME_ALONE}"
+    return _with_reason(step, request, reason, plan)
+
+
+def _select_sooner(
+    front: PreparedModel,
+    microbatches: int | None,
+    penalty: StalenessPenalty,
+    plan_synchronous: Callable[[], ModeSelection],
+    plan_pipeline: Callable[[str, int], ModeSelection],
+) -> ModeSelection:
+    """Return the mode, weight mode and number of stages with the shortest time to the target loss.
+
+    plan_pipeline: returns the best asynchronous plan of a weight mode and number of stages. Among
+    equal times, synchronous training or the smallest delay is selected.
+    """
+    request = front.request
+    made: list[tuple[ModeCandidate, ModeSelection]] = []
+    unknown: list[ModeCandidate] = []
+    step = _attempt(plan_synchronous)
+    if not isinstance(step, FxpartError):
+        made.append((make_candidate(step.result.plan, penalty), step))
+    fixed = list_fixed(request.constraints, "microbatches")
+    counts = (microbatches,) if microbatches is not None else fixed
+    for weights, stages in list_pipelines(front, penalty):
+        why = explain_unknown_penalty(request, penalty, weights, stages, counts)
+        one = why or _attempt(partial(_plan_pipeline, request, plan_pipeline, weights, stages))
+        if isinstance(one, ModeSelection):
+            made.append((make_candidate(one.result.plan, penalty), one))
+            continue
+        why = one if isinstance(one, str) else one.problems[0].why.splitlines()[0]
+        unknown.append(
+            ModeCandidate(
+                mode=ASYNC, weights=weights, stages=stages, microbatches=max(counts, default=1),
+                why=why,
+            )
+        )  # fmt: skip
+    if not made:
+        assert isinstance(step, FxpartError), "the synchronous plan would be a candidate"
+        raise step
+    made.sort(key=lambda each: (each[0].seconds or 0.0, each[0].delay, each[0].stages))
+    candidates = [candidate for candidate, _ in made]
+    plan = made[0][1].result.plan
+    found = _with_reason(
+        made[0][1], request, describe_choice(candidates, penalty, plan),
+        *(other.result.plan for _, other in made[1:2]),
+        why=describe_later(candidates),
+    )  # fmt: skip
+    whole = msgspec.structs.replace(found.result.plan, modes=(*candidates, *unknown))
+    return replace(found, result=replace(found.result, plan=whole))
+
+
+def _plan_pipeline(
+    request: PlanRequest,
+    plan: Callable[[str, int], ModeSelection],
+    weights: str,
+    stages: int,
+) -> ModeSelection:
+    """Return the plan of a pipeline; raises FXP2xx or FXP109 where there is none."""
+    _check(request)
+    return plan(weights, stages)
 
 
 def _attempt(make: Callable[[], ModeSelection]) -> ModeSelection | FxpartError:
@@ -148,13 +231,23 @@ def _attempt(make: Callable[[], ModeSelection]) -> ModeSelection | FxpartError:
 
 
 def _with_reason(
-    found: ModeSelection, request: PlanRequest, reason: str, other: Plan | None = None
+    found: ModeSelection,
+    request: PlanRequest,
+    reason: str,
+    other: Plan | None = None,
+    *,
+    why: str = "",
 ) -> ModeSelection:
-    """Return the selection with its reason, the original constraints and the rejected plan."""
+    """Return the selection with its reason, the original constraints and the rejected plan.
+
+    why: it was rejected, by default by its step time.
+    """
     plan = found.result.plan
     alternatives = plan.alternatives
     if other is not None:
-        alternatives = (as_alternative(plan, other), *alternatives)[: max(5, len(alternatives))]
+        alternatives = (as_alternative(plan, other, why), *alternatives)[
+            : max(5, len(alternatives))
+        ]
     plan = msgspec.structs.replace(
         plan,
         constraints=dict(request.constraints),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.constraint_table import DATA_AXES, DATA_AXIS, QUEUE, SHARD_AXIS
 from fxpart.plan.model import Plan
 from fxpart.plan.precision import precision_of, transfer_dtype_of
+from fxpart.plan.staleness_penalty import StalenessPenalty
 from fxpart.planner.constraints import (
     allowed_stages,
     find_constraint_problems,
     find_mesh_conflicts,
 )
-from fxpart.planner.execution_mode import Constraints, mode_of, weights_of
+from fxpart.planner.execution_mode import ASYNC, Constraints, mode_of, weights_of
+from fxpart.planner.time_to_loss import read_penalty
 from fxpart.sharding import Mesh
 from fxpart.sharding.mesh import parse_axes
 from fxpart.solver.joint.constraints.parse import find_constraint_problems as find_decision_problems
@@ -36,7 +39,8 @@ class PlanRequest:
     state (1), gradients (2) or parameters (3) are sharded; for 1 and 2 also several, "dp,cp".
     experts: whether the experts of mixtures are distributed over dp. cost_model: for this cluster;
     a profile is read once, here. stages: smallest and largest number. ranks: of the whole program,
-    None lets the planner choose. open: whether the planner searches for the mesh.
+    None lets the planner choose. open: whether the planner searches for the mesh. penalty: of
+    staleness, by which the mode "auto" compares times to a target loss; None: step times.
     """
 
     cluster: Cluster
@@ -51,6 +55,7 @@ class PlanRequest:
     stages: tuple[int, int] = (1, 1)
     ranks: int | None = None
     open: bool = False
+    penalty: StalenessPenalty | None = None
 
     @property
     def precision(self) -> str:
@@ -71,6 +76,16 @@ class PlanRequest:
     def weights(self) -> str:
         """Return the weight mode of an asynchronous pipeline or of queues."""
         return weights_of(self.constraints)
+
+    def find_relative_steps(self, stages: int, microbatches: int) -> float:
+        """Return the steps to the target loss relative to synchronous training.
+
+        1 without a penalty, in synchronous plans and with one stage; infinite where not known.
+        """
+        if self.penalty is None or self.mode != ASYNC or stages == 1:
+            return 1.0
+        found = self.penalty.find_relative_steps(self.weights, stages, microbatches)
+        return math.inf if isinstance(found, str) else found.value
 
     @property
     def sharded(self) -> bool:
@@ -107,6 +122,7 @@ def make_request(
         mesh = _split_data_axis(constraints, whole, devices, problems)
         if mesh != whole:  # the minor part of the data axis is sharded, whichever name it has
             given = {**constraints, "zero_axis": SHARD_AXIS}
+    penalty = None if problems else read_penalty(constraints, optimizer, problems)
     zero, axis = (0, "") if free else _zero(given, mesh, problems)
     ranks = _ranks(constraints, problems)
     stages = _stages(constraints, mesh, cluster, ranks, problems)
@@ -124,6 +140,7 @@ def make_request(
         stages=stages,
         ranks=ranks,
         open=free,
+        penalty=penalty,
     )
 
 

@@ -34,6 +34,7 @@ from fxpart.planner.prepared_model import PreparedModel
 from fxpart.planner.priced_mesh import CandidateCallback
 from fxpart.planner.refinement import is_measured, plan_seconds
 from fxpart.planner.request import PlanRequest, with_mesh
+from fxpart.planner.time_to_loss import compute_seconds_to_loss
 
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
@@ -120,9 +121,7 @@ def _find_equal_stages(
         found = _price_by_ideal(pricer, proposals)
     else:
         found = _price_by_estimate(pricer, proposals)
-    plan, parts, one = min(
-        found.plans, key=lambda priced: plan_seconds(priced[0], request.cost_model)
-    )
+    plan, parts, one = min(found.plans, key=lambda priced: _compare_by(priced[0], request))
     own = [each for each in proposals if each.source.view is None]
     one = next((each for each in own if _key(each) == _key(one)), one)
     return PlanSearchResult(with_proof(plan, one, proposals, found), parts, one.source.problem)
@@ -260,7 +259,7 @@ def _price_fixed_mesh(
     found: list[tuple[Plan, GeneratedProgram]] = []
     problems: list[Problem] = []
     for experts in list_expert_choices(front.graph.graph, request, front.annotations):
-        known = min((plan_seconds(plan, request.cost_model) for plan, _ in found), default=inf)
+        known = min((_compare_by(plan, request) for plan, _ in found), default=inf)
         part = replace(request, experts=experts)
         try:
             if pricer.has_ideal_prices():
@@ -274,7 +273,12 @@ def _price_fixed_mesh(
             problems += fault.problems
     if not found:
         raise FxpartError(list(dict.fromkeys(problems)))
-    return min(found, key=lambda made: plan_seconds(made[0], request.cost_model))
+    return min(found, key=lambda made: _compare_by(made[0], request))
+
+
+def _compare_by(plan: Plan, request: PlanRequest) -> float:
+    """Return the seconds by which plans of different meshes are compared."""
+    return compute_seconds_to_loss(plan, request, plan_seconds(plan, request.cost_model))
 
 
 def _count_tries(front: PreparedModel, proposals: Sequence[SourcedProposal]) -> int:

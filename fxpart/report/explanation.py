@@ -6,6 +6,7 @@ import msgspec
 
 from fxpart.plan.model import Certificate, PeakMemory
 from fxpart.plan.prediction import StepParts
+from fxpart.plan.staleness_penalty import ModeCandidate
 from fxpart.plan.throughput import Throughput
 
 
@@ -201,7 +202,8 @@ class Explanation(_ExplanationStruct, frozen=True, kw_only=True):
 
     devices: those of the cluster, used or not. binding: rejected choices that would be faster and
     do not fit. hosts: those with CPU contention; empty without any, or where the simulation assumes
-    that all ranks compute all the time. asynchrony: None for a plan that is flushed before each
+    that all ranks compute all the time. modes: what the mode "auto" compared by time to a target
+    loss; empty without a staleness penalty. asynchrony: None for a plan that is flushed before each
     update. queues: None without queue routing, or where the plan is too large to simulate it.
     certificate, degrees: as in the plan; their objectives are closed forms. not_runnable: why this
     version cannot train by the plan.
@@ -225,6 +227,7 @@ class Explanation(_ExplanationStruct, frozen=True, kw_only=True):
     changes: tuple[RejectedAlternative, ...]
     by_stage: tuple[StageFigures, ...]
     hosts: tuple[ContentionFigures, ...]
+    modes: tuple[ModeCandidate, ...]
     asynchrony: AsynchronyFigures | None
     queues: QueueFigures | None
     certificate: Certificate

@@ -61,6 +61,7 @@ def explanation(plan: Plan, work: ModelWork | None = None) -> Explanation:
         changes=changes,
         by_stage=tuple(_stage(plan, entry) for entry in plan.prediction.ranks),
         hosts=tuple(_contention(load) for load in plan.prediction.hosts),
+        modes=plan.modes,
         asynchrony=_asynchrony(plan),
         queues=_queues(plan),
         certificate=plan.certificate,

@@ -22,7 +22,13 @@ from fxpart.report.explanation import (
     RejectedAlternative,
 )
 from fxpart.report.explanation_builder import explanation
-from fxpart.report.stage_tables import asynchrony_table, memory_table, replica_lines, stage_table
+from fxpart.report.stage_tables import (
+    asynchrony_table,
+    memory_table,
+    mode_rows,
+    replica_lines,
+    stage_table,
+)
 from fxpart.report.table import shortened, table
 
 
@@ -35,6 +41,7 @@ def explain(plan: Plan, work: ModelWork | None = None) -> str:
         replica_lines(plan),
         _step(found),
         _memory(found),
+        _modes(found),
         _asynchrony(found),
         _queues(found),
         sharding.lines(plan),
@@ -159,6 +166,20 @@ def bottleneck_lines(found: Explanation) -> list[str]:
 def _memory(found: Explanation) -> list[str]:
     text = [line for sentence in memory_lines(found) for line in _wrapped(sentence)]
     return ["Peak memory by rank", *_indented(memory_table(found)), *text]
+
+
+def _modes(found: Explanation) -> list[str]:
+    """Return the section on the modes that were compared by time to a target loss."""
+    if not found.modes:
+        return []
+    heads, *rows = mode_rows(found.modes)
+    text = (
+        "The time is the step time multiplied by the steps to the target loss relative to "
+        "synchronous training, as measured by emulation, with their 95 % interval over seeds. "
+        "Between measured delays the logarithm of the steps is interpolated linearly."
+    )
+    rows_ = table(heads, "<<>>>>>><", rows)
+    return ["Modes by time to the target loss", *_wrapped(text), *_indented(rows_)]
 
 
 def _asynchrony(found: Explanation) -> list[str]:

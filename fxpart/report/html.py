@@ -31,6 +31,7 @@ from fxpart.report.stage_tables import (
     asynchrony_rows,
     has_gradient_buckets,
     has_weight_copies,
+    mode_rows,
 )
 from fxpart.report.svg import PARTS, memory_svg, timeline_svg
 from fxpart.report.table import shortened
@@ -60,7 +61,7 @@ def report_html(
         (
             _head(plan), _cards(plan, found), _measured(plan, recording, comparison),
             _timeline(plan, recording, comparison), _step(found), _memory(plan, found),
-            _asynchrony(found), _stages(found), _sharding(plan), _certificate(plan),
+            _modes(found), _asynchrony(found), _stages(found), _sharding(plan), _certificate(plan),
             _rejected("Rejected alternatives", found.rejected),
             _rejected("With one decision changed", found.changes), _ties(plan),
             _pairs("Sources of the costs", plan.provenance),
@@ -190,6 +191,13 @@ def _memory(plan: Plan, found: Explanation) -> str:
         f"<h2>Peak memory</h2>\n<figure>{memory_svg(plan)}{key}"
         f"<figcaption>{caption}</figcaption></figure>{words}"
     )
+
+
+def _modes(found: Explanation) -> str:
+    if not found.modes:
+        return ""
+    heads, *rows = mode_rows(found.modes)
+    return f"<h2>Modes by time to the target loss</h2>\n{_table(heads, rows, left={0, 1, 8})}"
 
 
 def _asynchrony(found: Explanation) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import fsum
 
 from fxpart import units
 from fxpart.errors import error
 from fxpart.plan.model import Plan
 from fxpart.plan.number_ranges import format_numbers, parse_numbers
+from fxpart.plan.staleness_penalty import ModeCandidate
 from fxpart.plan.summary import layout
 from fxpart.report.explanation import AsynchronyFigures, Explanation, StageFigures
 from fxpart.report.table import shortened, table
@@ -78,6 +79,26 @@ def has_weight_copies(found: Explanation) -> bool:
 def has_gradient_buckets(found: Explanation) -> bool:
     """Return whether any stage packs gradients into buckets."""
     return any(one.memory.sums for one in found.by_stage)
+
+
+def mode_rows(found: Sequence[ModeCandidate]) -> list[tuple[str, ...]]:
+    """Return the candidates of the mode "auto" as rows under a row of heads."""
+    rows: list[tuple[str, ...]] = [
+        ("mode", "weights", "stages", "microbatches", "step time", "delay", "relative steps",
+         "time", "penalty"),
+    ]  # fmt: skip
+    for one in found:
+        known = one.step_seconds is not None and one.seconds is not None
+        ends = f" ({one.interval[0]:.3g} to {one.interval[1]:.3g})" if one.interval else ""
+        rows.append((
+            one.mode, one.weights, str(one.stages), str(one.microbatches),
+            units.seconds(one.step_seconds or 0.0) if known else "-",
+            f"{one.delay:.3g}" if known else "-",
+            f"{one.relative_steps:.3g}{ends}" if known else "-",
+            units.seconds(one.seconds or 0.0) if known else "-",
+            one.source or shortened(one.why, 60) or "-",
+        ))  # fmt: skip
+    return rows
 
 
 def asynchrony_table(found: AsynchronyFigures) -> list[str]:

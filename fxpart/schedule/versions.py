@@ -7,6 +7,7 @@ because the order of forwards and backwards on each stage is fixed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from fxpart.errors import error
@@ -120,6 +121,25 @@ class WeightVersionCounters:
         1 - k.
         """
         return -(-(self.ahead[stage] - 1) // self.every)
+
+    def mean_delay(self, mode: WeightMode) -> float:
+        """Return the updates that a computation misses, on average over stages and microbatches.
+
+        In a full pipeline; predictions are not subtracted. In a chain of K stages whose forwards
+        read the newest weights, (K - 1) / (2 a).
+        """
+        if mode.flush:
+            return 0.0
+        stages = range(len(self.ahead))
+        if mode.base == "applied":
+            missed = [(self.ahead[stage] - 1) / self.every for stage in stages]
+        elif mode.base == "first stage":
+            missed = [(max(self.ahead) - 1) / self.every for stage in stages]
+        elif mode.base == "delayed":
+            missed = [float(max(self.ahead) > 1) for stage in stages]
+        else:
+            missed = [float(self.gap(stage)) for stage in stages]
+        return math.fsum(missed) / len(missed)
 
     def period(self) -> range:
         """Return the microbatches of one minibatch, late enough for the reads to be periodic.

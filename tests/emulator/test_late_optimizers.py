@@ -57,6 +57,10 @@ OPTIMIZERS: dict[str, Any] = {
     "nadam": partial(torch.optim.NAdam, lr=0.02, betas=(0.99, 0.999)),
     "muon": partial(Muon, lr=0.02, other_lr=0.5),
     "rotation": partial(BasisRotation, lr=0.02, refresh=3, eps=1e-4),
+    # One side: the rows of the last layer's mean sum to 0, which leaves a part of the other open.
+    "rotation by the mean": partial(
+        BasisRotation, lr=0.02, refresh=3, eps=1e-4, source="1st", geometry="uni"
+    ),
 }
 
 

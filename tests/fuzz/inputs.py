@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,29 @@ def plans() -> list[Sample]:
 
     golden = sorted((TESTS / "golden").glob("plan_version_*.json"))
     return plain("json", sample_plans.plan(2, 2).dumps(), *(p.read_bytes() for p in golden))
+
+
+def read_penalty(path: Path) -> object:
+    from fxpart.plan.staleness_penalty import StalenessPenalty
+
+    found = StalenessPenalty.load(path)
+    counts = (1, 2, 3, 8)
+    return [found.find_relative_steps(w, k, m) for w in found.modes for k in counts for m in counts]
+
+
+def penalties() -> list[Sample]:
+    rows = [
+        {"weights": "stash", "stages": 4, "microbatches": 1, "relative_steps": 1.25,
+         "interval": [1.1, 1.5], "delay": 1.5, "steps": [50, None]},
+        {"weights": "nadam-stash", "stages": 2, "microbatches": 2, "relative_steps": None,
+         "optimizer": "nadam", "options": {"lr": 0.1, "betas": [0.9, 0.99], "amsgrad": False}},
+    ]  # fmt: skip
+    whole = {
+        "format": "fxpart-staleness-penalty", "version": 1, "optimizer": "sgd", "batch_size": 8,
+        "target_loss": 0.5, "window": 2, "limit": 60, "seeds": [0, 1], "sync_steps": [40, 45],
+        "model": "net", "parameters": 100, "measured": rows,
+    }  # fmt: skip
+    return plain("json", json.dumps(whole))
 
 
 # Clusters

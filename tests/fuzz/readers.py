@@ -11,6 +11,11 @@ from fuzz.reading import Reader, in_file
 
 READERS: dict[str, Reader] = {
     "plan": Reader(inputs.read_plan, inputs.plans, ("plan.files.load",)),
+    "staleness-penalty": Reader(
+        in_file("penalty.json", inputs.read_penalty),
+        inputs.penalties,
+        ("plan.staleness_penalty.StalenessPenalty.load",),
+    ),
     "cluster-json": Reader(
         inputs.read_cluster(".json"), inputs.clusters(".json"), ("cluster.files.load",)
     ),

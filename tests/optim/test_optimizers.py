@@ -55,8 +55,8 @@ def test_muon_is_torchs_and_adamw(dtype: torch.dtype, nesterov: bool) -> None:
 class Rotated:
     """The published steps for one matrix, in NumPy."""
 
-    def __init__(self, weight: Array, refresh: int, geometry: str) -> None:
-        self.weight, self.refresh = weight.copy(), refresh
+    def __init__(self, weight: Array, refresh: int, geometry: str, source: str) -> None:
+        self.weight, self.refresh, self.source = weight.copy(), refresh, source
         rows, columns = weight.shape
         self.sides = [geometry == "bi" or rows <= columns, geometry == "bi" or rows > columns]
         self.moments = [np.zeros((size, size)) for size in weight.shape]
@@ -65,8 +65,12 @@ class Rotated:
 
     def step(self, g: Array, lr: float, beta1: float, beta2: float, decay: float) -> None:
         self.count += 1
+        if self.source == "1st":
+            self._turn_by_the_mean(beta1 * self.first + (1 - beta1) * g)
         for side, outer in enumerate((g @ g.T, g.T @ g)):
             self.moments[side] = beta2 * self.moments[side] + (1 - beta2) * outer
+            if self.source == "1st":
+                continue
             if self.sides[side] and self.count == 1:
                 values, vectors = np.linalg.eigh(self.moments[side])
                 self.bases[side] = vectors[:, np.argsort(-values)]
@@ -82,28 +86,90 @@ class Rotated:
         rate = lr * np.sqrt(1 - beta2**self.count) / (1 - beta1**self.count)
         self.weight = (1 - lr * decay) * self.weight - rate * left @ scaled @ right.T
 
+    def _turn_by_the_mean(self, mean: Array) -> None:
+        """The basis from the first moment: singular vectors, later power steps."""
+        if self.count == 1:
+            left, _, right = np.linalg.svd(mean)
+            self.bases = [b if s else o for b, o, s in
+                          zip((left, right.T), self.bases, self.sides, strict=True)]  # fmt: skip
+        elif self.count % self.refresh == 0:
+            if all(self.sides):
+                self.bases[0] = np.linalg.qr(mean @ self.bases[1], mode="complete")[0]
+                self.bases[1] = np.linalg.qr(mean.T @ self.bases[0], mode="complete")[0]
+                return
+            side = self.sides.index(True)
+            own = mean @ mean.T if side == 0 else mean.T @ mean
+            self.bases[side] = np.linalg.qr(own @ self.bases[side])[0]
+
 
 @pytest.mark.parametrize("refresh", [1, 3, 10])
 @pytest.mark.parametrize(
-    ("shape", "geometry"),
-    [((4, 4), "bi"), ((4, 4), "uni"), ((5, 3), "uni"), ((3, 5), "uni")],
-)
-def test_basis_rotation_is_its_formula(shape: Any, refresh: int, geometry: str) -> None:
+    ("shape", "geometry", "source"),
+    [
+        ((4, 4), "bi", "2nd"), ((4, 4), "uni", "2nd"), ((5, 3), "uni", "2nd"),
+        ((3, 5), "uni", "2nd"), ((4, 4), "bi", "1st"), ((4, 4), "uni", "1st"),
+        ((5, 3), "uni", "1st"), ((3, 5), "uni", "1st"),
+    ],
+)  # fmt: skip
+def test_basis_rotation_is_its_formula(
+    shape: Any, refresh: int, geometry: str, source: str
+) -> None:
     """In double precision; both sides of a square, as a rectangle's vectors are not unique."""
     draw = np.random.default_rng(0)
     start = draw.normal(size=shape)
     weight = nn.Parameter(torch.tensor(start))
     optimizer = BasisRotation(
         [weight], lr=0.01, betas=(0.9, 0.95), eps=EPS, weight_decay=0.1, refresh=refresh,
-        geometry=geometry,
+        geometry=geometry, source=source,
     )  # fmt: skip
-    oracle = Rotated(start, refresh, geometry)
+    oracle = Rotated(start, refresh, geometry, source)
     for _ in range(25):
         gradient = draw.normal(size=shape)
         weight.grad = torch.tensor(gradient)
         optimizer.step()
         oracle.step(gradient, 0.01, 0.9, 0.95, 0.1)
         assert np.abs(weight.detach().numpy() - oracle.weight).max() < 1e-12
+
+
+@pytest.mark.parametrize("source", ["2nd", "1st"])
+def test_the_first_step_by_hand(source: str) -> None:
+    """G = U s V^T: after step 1 every rotated quotient is 1, so that W moves by -lr U V^T.
+
+    G = [[0, -2], [1, 0]] has U V^T = [[0, -1], [1, 0]]; with the squares of step 2, of G again, the
+    quotients stay 1.
+    """
+    weight = nn.Parameter(torch.zeros(2, 2).double())
+    options = {"lr": 0.1, "eps": 1e-30, "weight_decay": 0.0, "refresh": 1}
+    optimizer = BasisRotation([weight], source=source, **options)
+    for count in (1, 2):
+        weight.grad = torch.tensor([[0.0, -2.0], [1.0, 0.0]]).double()
+        optimizer.step()
+        expected = count * 0.1 * torch.tensor([[0.0, 1.0], [-1.0, 0.0]]).double()
+        assert (weight.detach() - expected).abs().max() < 1e-12
+
+
+def test_late_stages_refresh_more_often_by_hand() -> None:
+    """Staleness 3, 2, 1, 0: four, three, two and one tenth of all refreshes, after the first."""
+    expected = {
+        0: [7, 13, 19, 25, 32, 38, 44, 50], 1: [9, 17, 25, 34, 42, 50], 2: [13, 25, 38, 50],
+        3: [25, 50],
+    }  # fmt: skip
+    for stage, steps in expected.items():
+        for aware, own in ((True, steps), (False, [10, 20, 30, 40, 50])):
+            weight = nn.Parameter(torch.zeros(3, 3).double())
+            optimizer = BasisRotation([weight], refresh=10, stage_aware=aware)
+            optimizer.set_delays(stage, (3, 2, 1, 0))
+            found, before = [], torch.zeros(3, 3).double()
+            for step in range(1, 51):
+                give_gradients([weight], step)
+                optimizer.step()
+                basis = optimizer.state[weight]["left_basis"]
+                found += [step] if not torch.equal(basis, before) else []
+                before = basis.clone()
+                if step == 20:  # a copy continues alike
+                    optimizer = copy.deepcopy(optimizer)
+                    (weight,) = optimizer.param_groups[0]["params"]
+            assert found == [1, *own]
 
 
 def test_the_first_step_can_be_skipped() -> None:
@@ -173,6 +239,7 @@ def test_memory_is_what_the_planner_takes() -> None:
         ({}, 2 * (rows**2 + columns**2)),
         ({"geometry": "uni"}, 2 * columns**2),
         ({"longest": 5}, 2 * columns**2),
+        ({"source": "1st"}, rows**2 + columns**2),
     ):
         weight = nn.Parameter(torch.zeros(rows, columns))
         optimizer = BasisRotation([weight], **options)
@@ -193,6 +260,10 @@ def test_what_cannot_be_stepped(kind: Any) -> None:
     for options in ({"lr": -1.0}, {"eps": -1.0}, {"other_lr": -1}, {"betas": (0.9, 1.0)}):
         with pytest.raises(FxpartError, match="out of range"):
             kind(parameters(), **options)
+    if kind is BasisRotation:
+        for options in ({"source": "3rd"}, {"geometry": "tri"}, {"refresh": 0}):
+            with pytest.raises(FxpartError, match="out of range"):
+                kind(parameters(), **options)
     weight = nn.Parameter(torch.zeros(3, 2))
     optimizer = kind([weight])
     weight.grad = torch.ones(3, 2).to_sparse(1)

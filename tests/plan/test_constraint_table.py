@@ -53,6 +53,7 @@ def test_each_is_checked_by_its_kind(name: str) -> None:
     around = {"mesh": "dp=2"} if spec.needs == "mesh" else {}
     around |= {"mode": "queue"} if name == "staleness" else {}
     around |= {"mode": "async"} if name == "weights" else {}
+    around |= {"mode": "auto"} if name == "staleness_penalty" else {}
     around |= {"schedule": "interleaved"} if name == "virtual" else {}
     right = "stash" if name == "weights" else right
     right = "gpipe" if name == "schedule" else right

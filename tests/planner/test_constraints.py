@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -106,6 +107,10 @@ def one_stage(plan: Plan) -> bool:
     return len(plan.stages) == 1
 
 
+PENALTY = json.dumps({
+    "optimizer": "adamw", "batch_size": 8, "target_loss": 0.5,
+    "measured": [{"weights": "naive", "stages": 4, "microbatches": 1, "relative_steps": 1.2}],
+})  # fmt: skip
 # By constraint: what a plan that keeps it looks like.
 KEPT: list[tuple[str, Any, Callable[[Plan], bool]]] = [
     ("stages", 2, lambda p: len(p.stages) == 2),
@@ -152,6 +157,7 @@ KEPT: list[tuple[str, Any, Callable[[Plan], bool]]] = [
     ("copies", "none", lambda p: not p.replicas),
     ("copies", "always", lambda p: p.schedule != "async" and p.sharding is None),
     ("weights", "stash", lambda p: one_stage(p) or p.weights == "stash" or p.schedule != "async"),
+    ("staleness_penalty", PENALTY, lambda p: len(p.modes) > 1 and p.modes[0].weights == p.weights),
     ("staleness", "1", lambda p: set(p.staleness) == {1}),
     ("transfer_dtype", "bfloat16", lambda p: p.transfer_dtype == "bfloat16"),
     ("precision", "bf16", lambda p: p.precision == "bf16"),

@@ -69,6 +69,7 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
         "rejected": others[: len(raw["alternatives"])],
         "changes": others[len(raw["alternatives"]) :],
         "by_stage": rows, "hosts": [crowded(load) for load in prediction["hosts"]],
+        "modes": raw.get("modes", []),
         "asynchrony": asynchrony(raw, rows), "queues": queues(raw, rows),
         "certificate": raw["certificate"], "degrees": raw["degrees"],
         "not_runnable": not_runnable(raw),

@@ -10,10 +10,12 @@ import asynchronous_models as models
 import torch
 from hand_stages import ADAMW, Hand, batch, language
 from runtime_programs import Bits, Faulty, bits
+from torch import nn
 from torch.nn import functional
 
 from fxpart.emulator import Emulator
 from fxpart.errors import FxpartError
+from fxpart.optim import BasisRotation
 from fxpart.runtime import InProcess, StepInfo, Trainer, connect
 from fxpart.runtime.transport.interface import Transport
 from fxpart.schedule.weight_modes import MODES
@@ -82,6 +84,46 @@ def compiled(
         text = repr((losses, sorted(bits(state).items())))
         found.append(hashlib.sha256(text.encode()).hexdigest())
     return found
+
+
+def rotated(
+    starts: list[Any], samples: list[list[Any]], mode: str, options: dict[str, Any], here: bool
+) -> tuple[list[float], list[Any]]:
+    """A chain of matrices trained by basis rotation in double precision: losses and weights.
+
+    starts: the first weights of each stage. samples: by minibatch, (input, target) of each
+    microbatch.
+    """
+    torch.set_num_threads(1)
+    layers = [nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh()) for _ in starts]
+    module, count = nn.Sequential(*layers).double(), len(samples[0])
+    with torch.no_grad():
+        for (linear, _), start in zip(layers, starts, strict=True):
+            linear.weight.copy_(torch.tensor(start, dtype=torch.float64))
+    batches = [
+        tuple(torch.tensor(part, dtype=torch.float64) for part in zip(*mine, strict=True))
+        for mine in samples
+    ]
+    example = torch.zeros(2 * count, 2).double(), torch.zeros(2 * count, 2).double()
+    emulator = Emulator(
+        module, stages=len(starts), microbatches=count, loss=half_distance, example_inputs=example
+    )
+    optimizer = partial(BasisRotation, **options)
+    if here:
+        result = emulator.run(batches, mode, optimizer, len(batches))
+        losses, state = list(result.losses), dict(result.state_dict)
+    else:
+        trainer = emulator.program.trainer(optimizer, weight_mode=mode)
+        heard = [*(trainer.step(each) for each in batches), *trainer.drain()]
+        losses = [float(loss) for loss in heard if loss is not None]
+        state = trainer.state_dict()
+        trainer.close()
+    return losses, [state[f"{k}.0.weight"].tolist() for k in range(len(starts))]
+
+
+def half_distance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Half of the squared distance, on average over samples."""
+    return (output - target).square().sum(1).mean() / 2
 
 
 def fail(stages: int, stage: int, at: int, calls: int, here: bool) -> dict[str, Any]:

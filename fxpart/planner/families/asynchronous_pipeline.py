@@ -7,12 +7,14 @@ pipeline has neither, but stores copies of weights, so its cuts are solved separ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from fxpart import units
 from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Alternative, Certificate, Plan
 from fxpart.planner.prediction.asynchronous_plan import (
@@ -24,6 +26,7 @@ from fxpart.planner.prediction.asynchronous_plan import (
 )
 from fxpart.planner.prediction.schedule_change import find_overfull_ranks
 from fxpart.planner.refinement import is_measured, with_other_choice
+from fxpart.planner.time_to_loss import compute_seconds_to_loss
 from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE
 from fxpart.schedule.weight_modes import list_remedy_modes
 from fxpart.solver.asynchronous.dp import solve_async_pipeline
@@ -38,6 +41,7 @@ from fxpart.solver.stage_graph.stage_partition import StagePartition
 if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
     from fxpart.codegen.generated_program import GeneratedProgram
+    from fxpart.plan.staleness_penalty import StalenessPenalty
     from fxpart.planner.plan_family import MeshContext
     from fxpart.planner.request import PlanRequest
     from fxpart.solver.objective import PartitionEvaluation
@@ -78,20 +82,55 @@ class AsynchronousPlanner:
         """Return the plan with the shortest time per minibatch.
 
         With measured costs, the time is that of the simulation. Among plans within 1 % of it, the
-        one with the least staleness. Raises FXP204 where nothing fits, naming weight modes that
-        would fit.
+        one with the least staleness. With a staleness penalty, the shortest time to its target
+        loss. Raises FXP204 where nothing fits, naming weight modes that would fit, and FXP109 where
+        the penalty has no delay of the pipeline.
         """
         async_problem = self._make_problem(self.request.weights)
+        if self.request.penalty is not None:
+            async_problem = self._weigh(async_problem, self.request.penalty)
         answer = solve_async_pipeline(async_problem, time_limit=self.time_limit)
         if answer.choice is None:
             raise self._explain_unfit(async_problem)
         scorer = AsyncPipelineScorer(async_problem)
         candidates = answer.candidates[:_SIMULATED]
         if not is_measured(self.request.cost_model, self.request.cluster):
-            most = scorer.evaluate(answer.choice).seconds * (1 + _TOLERANCE)
-            candidates = tuple(c for c in candidates if scorer.evaluate(c).seconds <= most)
+            most = self._seconds(scorer, answer.choice) * (1 + _TOLERANCE)
+            candidates = tuple(c for c in candidates if self._seconds(scorer, c) <= most)
         made = [self._plan(scorer, answer, choice) for choice in candidates or (answer.choice,)]
-        return _least_stale([one for one in made if not find_overfull_ranks(one[0])] or made)
+        fitting = [one for one in made if not find_overfull_ranks(one[0])] or made
+        if self.request.penalty is not None:
+            return min(fitting, key=lambda one: compute_seconds_to_loss(one[0], self.request))
+        return _least_stale(fitting)
+
+    @staticmethod
+    def _seconds(scorer: AsyncPipelineScorer, choice: PartitionChoice) -> float:
+        """Return the seconds of a choice times its factor."""
+        factor = scorer.given.get_factor(choice.variant, len(choice.starts))
+        return scorer.evaluate(choice).seconds * factor
+
+    def _weigh(
+        self, async_problem: AsyncPipelineProblem, penalty: StalenessPenalty
+    ) -> AsyncPipelineProblem:
+        """Return the problem with the penalty's relative steps as factors.
+
+        Raises FXP109 where none are known.
+        """
+        problem, weights = self.problem, self.request.weights
+        counts = [variant.microbatches for variant in problem.variants]
+        stages = range(problem.min_stages, problem.max_stages + 1)
+        steps = tuple(
+            tuple(self.request.find_relative_steps(k, count) for k in stages) for count in counts
+        )
+        if all(factor == math.inf for row in steps for factor in row):
+            why = penalty.find_relative_steps(weights, stages[0], max(counts))
+            raise error(
+                "FXP109",
+                where=f"staleness_penalty, weights={weights}, {stages[0]} stages",
+                why=str(why),
+                fix="measure this delay too, with `fxpart emulate`",
+            )
+        return msgspec.structs.replace(async_problem, steps=steps)
 
     def _make_problem(self, weights: str) -> AsyncPipelineProblem:
         """Return the problem under a weight mode."""
@@ -113,13 +152,13 @@ class AsynchronousPlanner:
         stepped = self.refined(choice, evaluate(self.problem, choice))
         one = with_other_choice(answer, choice, scorer.evaluate(choice).seconds)
         plan, parts = self.make(StagePartition(self.problem, one), one, stepped)
-        found = scorer.evaluate(choice)
+        found, weighted = scorer.evaluate(choice), self._seconds(scorer, choice)
         made = make_asynchronous(
             plan, self.request.weights, self._find_trained_weights(scorer, choice)
         )
         return msgspec.structs.replace(
             made,
-            certificate=self._certificate(plan, answer, found.seconds),
+            certificate=self._certificate(plan, answer, weighted),
             alternatives=self._alternatives(scorer, answer, choice, found),
         ), parts
 
@@ -145,6 +184,8 @@ class AsynchronousPlanner:
         over = plan.certificate.over.replace(
             f"schedules {DEFAULT_SCHEDULE}", f"schedule {ASYNC} with weights {self.request.weights}"
         )
+        if self.request.penalty is not None:
+            over += ", seconds times relative steps to the target loss"
         return Certificate(
             status=status,
             objective=objective,
@@ -173,7 +214,10 @@ class AsynchronousPlanner:
                     microbatches=self.problem.variants[other.variant].microbatches,
                     schedule=ASYNC,
                     step_seconds=found.seconds,
-                    why=explain_slower(best.seconds, found.seconds),
+                    why=explain_slower(best.seconds, found.seconds)
+                    if self.request.penalty is None
+                    else f"{units.seconds(self._seconds(scorer, other))} with relative steps to "
+                    f"the target loss, instead of {units.seconds(self._seconds(scorer, choice))}",
                 )
             )
         return tuple(rows[:5])

@@ -118,8 +118,8 @@ def describe_staleness(plan: Plan) -> str:
     return f"its forward passes miss up to {units.plural(most, 'update')}"
 
 
-def as_alternative(plan: Plan, other: Plan) -> Alternative:
-    """Return the best plan of the other mode as a rejected alternative."""
+def as_alternative(plan: Plan, other: Plan, why: str = "") -> Alternative:
+    """Return the best plan of another mode as a rejected alternative. why: by default its time."""
     was, now = (units.seconds(p.prediction.expected_seconds) for p in (plan, other))
     name = "asynchronous" if other.schedule == ASYNC else "synchronous"
     return Alternative(
@@ -128,7 +128,7 @@ def as_alternative(plan: Plan, other: Plan) -> Alternative:
         schedule=other.schedule,
         what=f"{name}, {other.weights}" if other.schedule == ASYNC else name,
         step_seconds=other.prediction.step_seconds,
-        why=f"by simulation {now} instead of {was}",
+        why=why or f"by simulation {now} instead of {was}",
     )
 
 

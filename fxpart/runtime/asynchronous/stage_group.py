@@ -13,7 +13,7 @@ from fxpart.errors import FxpartError
 from fxpart.runtime.asynchronous.stage_channels import AsyncStagePlacement, describe_transfers
 from fxpart.runtime.asynchronous.stage_executor import AsyncStageExecutor
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
-from fxpart.runtime.asynchronous.stage_optimizers import collect_stage_parameters
+from fxpart.runtime.asynchronous.stage_optimizers import collect_stage_parameters, set_stage_delays
 from fxpart.runtime.asynchronous.stage_updater import StageClipOptions, StageUpdater
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.engine import find_used_inputs
@@ -176,6 +176,7 @@ def build_stages(
         for stage, module in sorted(mesh_rank.modules.items()):
             place = stage, mesh_rank.index
             optimizer = trainer.optimizers[place]
+            set_stage_delays(optimizer, stage, options.mode, versions)
             weights[place] = StageWeights(
                 module, optimizer, options.mode, versions, stage,
                 total_updates=options.total_updates, guard=options.guard,

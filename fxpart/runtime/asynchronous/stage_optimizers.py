@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fxpart.compat.multi_optimizer import MultiOptimizer
+from fxpart.optim import MatrixOptimizer
 from fxpart.runtime.batch.batch_iterator import call_user_function
 from fxpart.runtime.embedding_tables import check_optimizer_support
 from fxpart.runtime.optimizer.facade import check_scheduler
@@ -17,6 +19,8 @@ from fxpart.runtime.optimizer.parameter_groups import ParameterGroup, make_local
 from fxpart.runtime.optimizer.update_options import UpdateOptions
 from fxpart.runtime.state.model_state import ModelState, Place
 from fxpart.runtime.transport.interface import Transport
+from fxpart.schedule.versions import WeightVersionCounters
+from fxpart.schedule.weight_modes import WeightMode
 
 if TYPE_CHECKING:
     from fxpart.runtime.asynchronous.optimizer_facade import StageOptimizerFacade
@@ -68,6 +72,22 @@ def make_stage_optimizers(
     for each in made.values():
         check_optimizer_support(each, state, shards.rows)
     return made
+
+
+def set_stage_delays(
+    optimizer: torch.optim.Optimizer,
+    stage: int,
+    mode: WeightMode,
+    versions: WeightVersionCounters,
+) -> None:
+    """Pass the updates that the stages miss at most to an optimizer that depends on them."""
+    delays = []
+    for each in range(len(versions.ahead)):
+        reads = [versions.read(mode, each, microbatch) for microbatch in versions.period()]
+        delays.append(max(read.backward - read.version for read in reads))
+    for one in optimizer.each if isinstance(optimizer, MultiOptimizer) else (optimizer,):
+        if isinstance(one, MatrixOptimizer):
+            one.set_delays(stage, delays)
 
 
 def record_options(

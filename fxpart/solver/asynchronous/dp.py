@@ -41,7 +41,7 @@ from fxpart.solver.work import work_seconds
 
 
 def solve_async_pipeline(given: AsyncPipelineProblem, *, time_limit: float = 30.0) -> Solution:
-    """Return the choice with the shortest time per minibatch, and the proven bound.
+    """Return the choice with the shortest time per minibatch, times its factor, and the bound.
 
     Choices carry the schedule name "1f1b", the order of each stage. time_limit: seconds; numbers of
     stages that were not searched by then are bounded by their work. Status "infeasible" if nothing
@@ -94,7 +94,8 @@ class _AsyncPipelineSearch:
             choice = self.tables.choice(kind.variant, DEFAULT_SCHEDULE, starts)
             evaluation = self.scorer.evaluate(choice)
             assert evaluation.feasible, evaluation.faults
-            found.append((evaluation.seconds, choice))
+            factor = self.given.get_factor(kind.variant, kind.stages)
+            found.append((evaluation.seconds * factor, choice))
         found.sort(key=lambda pair: (pair[0], len(pair[1].starts), pair[1].variant))
         best = found[0][0] if found else inf
         bound = min(best, left)
@@ -117,10 +118,12 @@ class _AsyncPipelineSearch:
             work = fsum(min(block) for block in zip(*each, strict=True))
             own = 2 * m * problem.action + problem.once
             for stages in range(problem.min_stages, min(problem.max_stages, self.tables.units) + 1):
-                if not explain_unsupported_weight_mode(
+                factor = self.given.get_factor(variant, stages)
+                if factor < inf and not explain_unsupported_weight_mode(
                     self.given.weights, count_chain_warmup(stages), m
                 ):
-                    yield _AsyncSubproblem((work / stages + own) * (1 - 1e-12), variant, stages)
+                    least = (work / stages + own) * (1 - 1e-12)
+                    yield _AsyncSubproblem(least * factor, variant, stages)
 
     def _best(self, kind: _AsyncSubproblem) -> list[int] | None:
         """Return the first units of the stages of the best choice; None if nothing fits."""

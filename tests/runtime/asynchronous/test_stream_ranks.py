@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import stream_programs
 import torch
+from benchmarks.stalebench import rotations
 from ranks import Pool
 
 from fxpart.schedule.weight_modes import MODES
@@ -44,6 +46,51 @@ def test_every_mode_has_the_emulators_bits(pool: Pool, model: str, stages: int) 
         assert len(set(expected)) > len(runs) // 2, "modes differ from one another"
         found = pool.run(stream_programs.compiled, *given, False, ranks=stages, timeout=240.0)
         assert found == [expected] * stages
+
+
+ROTATIONS = list(rotations.list_settings())
+
+
+def test_the_file_of_rotations_is_the_oracles() -> None:
+    kept = json.loads(rotations.FILE.read_text("utf-8"))
+    assert list(kept) == [rotations.name_of(each) for each in ROTATIONS]
+    for each in ROTATIONS:
+        found, old = rotations.trace(*each), kept[rotations.name_of(each)]
+        assert found["losses"] == pytest.approx(old["losses"], rel=1e-13)
+        for mine, theirs in zip(found["weights"], old["weights"], strict=True):  # type: ignore[call-overload]
+            assert [*mine[0], *mine[1]] == pytest.approx([*theirs[0], *theirs[1]], rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("here", [True, False])
+def test_basis_rotation_follows_its_golden_traces(here: bool, request: Any) -> None:
+    """Both sources of the basis, and refreshes by staleness: in the emulator and over gloo."""
+    for setting in ROTATIONS:
+        mode, stages, count, source, aware = setting
+        if not here and (stages == 3 or count == 2 < stages):
+            continue
+        samples = [
+            [rotations.sample(t) for t in range(n * count + 1, (n + 1) * count + 1)]
+            for n in range(rotations.UPDATES)
+        ]
+        options = {
+            "lr": rotations.RATE, "betas": (rotations.BETA1, rotations.BETA2),
+            "eps": rotations.EPSILON, "weight_decay": rotations.DECAY, "refresh": rotations.EVERY,
+            "source": source, "stage_aware": aware,
+        }  # fmt: skip
+        given = [rotations.start(k) for k in range(stages)], samples, mode, options, here
+        if here:
+            found = [stream_programs.rotated(*given)]
+        else:
+            pool = request.getfixturevalue("pool")
+            found = pool.run(stream_programs.rotated, *given, ranks=stages, timeout=240.0)
+        known = rotations.trace(*setting)
+        for losses, weights in found:
+            assert losses == pytest.approx(known["losses"], rel=1e-12, abs=1e-14)
+            torch.testing.assert_close(
+                torch.tensor(weights, dtype=torch.float64),
+                torch.tensor(known["weights"], dtype=torch.float64), rtol=1e-12, atol=1e-13,
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize("here", [True, pytest.param(False, marks=pytest.mark.slow)])
