@@ -136,10 +136,9 @@ def compile(
     unless the module has no data or the check is expensive; "on" always compares, "off" never; the
     plan records the result. batch_coupling: "per-microbatch" computes what couples the rows of a
     batch (batch statistics, a loss over pairs of rows) for each microbatch; by default such a batch
-    is one microbatch. progress: whether to show a progress bar on stderr, by default on a terminal
-    and in a notebook; or a function that is called with each
-    :class:`~fxpart.solver.progress.Progress` of the solver. The logger "fxpart" reports the seconds
-    of each phase (INFO) and details (DEBUG).
+    is one microbatch. progress: whether a progress bar is shown on stderr, by default on terminals
+    and in notebooks; or a function called with each :class:`~fxpart.solver.progress.Progress` of
+    the solver. The logger "fxpart" reports seconds by phase (INFO) and details (DEBUG).
 
     Raises FxpartError: FXP1xx for the model or its inputs, FXP2xx if no plan fits, FXP3xx for the
     plan, FXP4xx for the cluster.
@@ -282,7 +281,7 @@ class Program:
 
     @property
     def graph(self) -> fx.GraphModule:
-        """The graph with blocks and stages, before sharding."""
+        """The staged graph before sharding."""
         return self.whole.graph
 
     @cached_property
