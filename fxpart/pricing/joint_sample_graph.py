@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from fxpart.compiler.node_annotation import KEY, NodeAnnotation, NodeSharding
+from fxpart.compiler.tensor_sizes import tensors
 from fxpart.pricing.joint_block_kinds import BlockKind, BlockKinds
-from fxpart.pricing.specs import annotation, tensors_of
+from fxpart.pricing.specs import annotation
 from fxpart.sharding import REPLICATE, Placements
 
 AXIS = "tp"
@@ -80,7 +81,7 @@ def _copy(found: SampleGraph, kind: int, block: BlockKind) -> None:
                 found.of[node], found.back[new] = new, node
             return found.of[node]
         if node not in local:
-            if next(tensors_of(node.meta.get("val")), None) is None:  # computed from sizes
+            if not tensors(node.meta.get("val")):  # computed from sizes
                 local[node] = found.graph.node_copy(node, copied)
             else:
                 entry = found.graph.placeholder(f"{node.name}_given")

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from fxpart.compiler.tensor_sizes import tensors as tensors_of
 from fxpart.compiler.work_estimate import is_heavy
 from fxpart.costmodels.tensor_sizes import tensor_bytes
 from fxpart.passes.rules import layout, operands
 from fxpart.passes.rules.sharding_rule import PARTS, ShardingRule
 from fxpart.pricing.memory import crossing_nodes
 from fxpart.pricing.placement_options import OpFamilies, SavedBytes
-from fxpart.pricing.specs import Specs, annotation, tensors_of
+from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes
 from fxpart.sharding import Mesh, Shard
 
@@ -103,11 +104,9 @@ def _call(
         if isinstance(parts, tuple | list) and isinstance(index, int):
             if isinstance(node.meta.get("val"), torch.Tensor):
                 before = parts[: index % len(parts)]
-                flow.value[node] = TensorValue(
-                    source, sum(len(list(tensors_of(p))) for p in before)
-                )
+                flow.value[node] = TensorValue(source, sum(len(tensors_of(p)) for p in before))
             return
-    tensors = list(tensors_of(node.meta.get("val")))
+    tensors = tensors_of(node.meta.get("val"))
     if not tensors:
         return
     flow.ops.append(node)

@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 from fxpart.compiler.collective_calls import unwrap_seeded_call
-from fxpart.compiler.tensor_sizes import expression
+from fxpart.compiler.tensor_sizes import expression, tensors
 from fxpart.costmodels.tensor_sizes import item_bytes
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.passes.rules import REPLICATED, ShardingRule, choices, layout, operands, rule_of
 from fxpart.passes.rules.sharding_rule import factor_of
 from fxpart.pricing.placement_edges import Port, ReshardCosts, get_gradient_placements
-from fxpart.pricing.specs import OpSignatures, Specs, annotation, tensors_of
+from fxpart.pricing.specs import OpSignatures, Specs, annotation
 from fxpart.sharding import PARTIAL, REPLICATE, Mesh, Placements, Shard
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class OpFamilies:
     ) -> tuple[OpOption, ...]:
         """Return every possible strategy that agrees with what is decided."""
         given = len(operands(node))
-        results = len(list(tensors_of(node.meta.get("val"))))
+        results = len(tensors(node.meta.get("val")))
         if rule is None:
             whole: Placements = (REPLICATE,) * len(self.mesh.axes)
             plain = OpOption(
@@ -337,7 +337,7 @@ def positions(node: fx.Node) -> list[int | None]:
                 found.append(count)
                 count += 1
             else:
-                found.extend(None for _ in tensors_of(inner))
+                found.extend(None for _ in tensors(inner))
         elif isinstance(value, tuple | list):
             for entry in value:
                 visit(entry)

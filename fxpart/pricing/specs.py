@@ -19,6 +19,7 @@ from fxpart.compiler.collective_calls import (
     unwrap_seeded_call,
 )
 from fxpart.compiler.effects import op_of, packet_name
+from fxpart.compiler.tensor_sizes import expression, tensors
 from fxpart.costmodels.partial_draws import WHOLE
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.passes.rules import origin
@@ -38,26 +39,9 @@ def annotation(node: fx.Node) -> NodeAnnotation:
     return found
 
 
-def expression(size: int | torch.SymInt) -> Size:
-    """Return a size as an int or a sympy expression."""
-    if isinstance(size, int):
-        return size
-    found = size.node.expr
-    return int(found) if found.is_number else found
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """ "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
-
-
-def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a node's value: itself, or those of a tuple or list."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for entry in value:
-            yield from tensors_of(entry)
 
 
 class Specs:
@@ -72,11 +56,12 @@ class Specs:
         self._tensors: dict[fx.Node, tuple[TensorSpec, ...]] = {}
         self._known: dict[OpSpec, OpSpec] = {}
         self._layouts: dict[tuple[tuple[Size, ...], tuple[Size, ...]], str] = {}
+        self.shares: dict[fx.Node, Size] = {}  # by op: see fxpart.pricing.workspace
 
     def tensors(self, node: fx.Node) -> tuple[TensorSpec, ...]:
         """Return the tensors of the node's value."""
         if node not in self._tensors:
-            self._tensors[node] = tuple(map(self._tensor, tensors_of(node.meta.get("val"))))
+            self._tensors[node] = tuple(map(self._tensor, tensors(node.meta.get("val"))))
         return self._tensors[node]
 
     def _tensor(self, tensor: torch.Tensor) -> TensorSpec:

@@ -294,6 +294,12 @@ def _inside(node: fx.Node, specs: Specs) -> tuple[Size, Size]:
 
 def _part(node: fx.Node, specs: Specs) -> sympy.Expr | int:
     """Return the fraction of an op's operands and results on a rank, 1 where nothing is sharded."""
+    if node not in specs.shares:
+        specs.shares[node] = _share(node, specs)
+    return specs.shares[node]
+
+
+def _share(node: fx.Node, specs: Specs) -> sympy.Expr | int:
     values = (node, *node.all_input_nodes)
     cut = sum_sizes(_amount(value, specs) for value in values)
     whole = sum_sizes(

@@ -23,7 +23,8 @@ from fxpart.compiler.collective_calls import (
     unwrap_seeded_call,
 )
 from fxpart.compiler.node_annotation import MESH_KEY, MESH_RANK_KEY
-from fxpart.pricing.specs import Specs, annotation, expression
+from fxpart.compiler.tensor_sizes import expression
+from fxpart.pricing.specs import Specs, annotation
 from fxpart.profiling.collective_ops import bind_single_rank, form_of
 from fxpart.rng import microbatch_key
 

@@ -15,8 +15,9 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpart.compiler import KEY, NodeAnnotation
+from fxpart.compiler.tensor_sizes import tensors as tensors_of
 from fxpart.costs import OpSpec, TensorSpec
-from fxpart.pricing.specs import Specs, tensors_of
+from fxpart.pricing.specs import Specs
 
 
 class Call(nn.Module):

@@ -19,7 +19,9 @@ from zoo_graphs import captured, prepared
 from fxpart.capture import capture
 from fxpart.cluster.model import Cluster
 from fxpart.compiler import PassManager
-from fxpart.pricing.specs import Specs, annotation, layout, tensors_of
+from fxpart.compiler.tensor_sizes import expression
+from fxpart.compiler.tensor_sizes import tensors as tensors_of
+from fxpart.pricing.specs import Specs, annotation, layout
 from fxpart.pricing.variants import BatchSplit, Sizes
 from fxpart.pricing.weights import trained_names
 from fxpart.profiling.op_arguments import OpArguments, tensors
@@ -216,6 +218,4 @@ def test_values_in_graphs_have_the_layout_that_runs_have() -> None:
 
 
 def _plain(size: Any) -> Any:
-    from fxpart.pricing.specs import expression
-
     return expression(size)
