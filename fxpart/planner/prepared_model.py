@@ -30,7 +30,7 @@ from fxpart.compiler.garbage_collection import reduce_garbage_collection
 from fxpart.compiler.higher_order_ops import AUTOCAST, region_name
 from fxpart.costs import CostModel
 from fxpart.diagnostics.progress import log_phase
-from fxpart.errors import error
+from fxpart.errors import FxpartError, error
 from fxpart.passes import PREPARE, all_passes
 from fxpart.plan.constraint_table import DATA_AXES
 from fxpart.plan.model import ModuleCheck, Plan, PlanModel
@@ -217,7 +217,7 @@ def _capture(
     """Capture; at the size of one microbatch where the batch cannot be symbolic.
 
     By default that size is a divisor of the batch that yields about two microbatches per stage,
-    each of which the ranks of the data axis can share.
+    each of which the ranks of the data axis can share; the batch if it cannot be captured so.
     """
     captured = capture(model, inputs, kwargs, **options)
     if captured.symbolic or not any(i.batch_dim is not None for i in captured.inputs):
@@ -242,7 +242,18 @@ def _capture(
         )
     if count == 1:
         return captured
-    made = capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
+    try:
+        made = capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
+    except FxpartError as failure:  # such as topk over more rows than a microbatch has
+        if microbatches is None:
+            return captured
+        raise error(
+            "FXP109",
+            where=f"microbatches={count}",
+            why=f"the batch of {batch} rows can be captured, but not {batch // count} rows alone: "
+            f"{failure.problems[0].why.splitlines()[0]}",
+            fix="use fewer microbatches",
+        ) from failure
     mark_batch_dependent_nodes(captured, made)
     accepted = is_accepted(request.constraints) or microbatches is not None
     if not accepted and couplings(PassManager(all_passes()).run(PREPARE, made.graph), made):
