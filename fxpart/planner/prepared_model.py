@@ -27,6 +27,7 @@ from fxpart.compat.optimizer_parameters import name_optimizer_parameters
 from fxpart.compiler import BLOCKS_KEY, PassManager
 from fxpart.compiler.autocast_region import DEVICES_KEY
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
+from fxpart.compiler.graph_edit import annotation
 from fxpart.compiler.higher_order_ops import AUTOCAST, region_name
 from fxpart.costs import CostModel
 from fxpart.diagnostics.progress import log_phase
@@ -124,6 +125,7 @@ def prepare_model(
     granularity = str(constraints.get("granularity", "block"))
     with log_phase("prepare the graph"):
         graph = PassManager(all_passes()).run(_prepare(granularity), captured.graph)
+    _check_loss_gradient(captured, graph)
     annotations: Mapping[str, str] = {}
     if plan is None and (request.sharded or request.open):
         annotations = _annotations(model, request, captured, given)
@@ -139,6 +141,19 @@ def prepare_model(
     return PreparedModel(
         with_model_profile(request, info), captured, graph, info, annotations, compare
     )
+
+
+def _check_loss_gradient(captured: CapturedModel, graph: fx.GraphModule) -> None:
+    """Raise FXP106 for a loss that trains nothing, as the backward of plain PyTorch does."""
+    loss: Any = graph.graph.output_node().args[0][0]  # type: ignore[index]
+    trained = any(captured.state[name].requires_grad for name in captured.parameters)
+    if captured.training and trained and not annotation(loss).requires_grad:
+        raise error(
+            "FXP106",
+            where="loss",
+            why="it has no gradient for any trained parameter",
+            fix="compute it without detach(), torch.no_grad() or operations on integers",
+        )
 
 
 def with_model_profile(request: PlanRequest, info: PlanModel) -> PlanRequest:
