@@ -16,6 +16,7 @@ from fxpart.capture import CapturedModel, capture
 from fxpart.capture.flat_batch import assemble
 from fxpart.capture.live_state import live_parameters
 from fxpart.capture.model_validation import plain_module
+from fxpart.capture.shared_memory import refuse_shared_memory
 from fxpart.cluster.model import Cluster
 from fxpart.codegen.mesh_programs.row_dependence import (
     couplings,
@@ -126,6 +127,7 @@ def prepare_model(
     with log_phase("prepare the graph"):
         graph = PassManager(all_passes()).run(_prepare(granularity), captured.graph)
     _check_loss_gradient(captured, graph)
+    refuse_shared_memory(model, loss, captured, graph.graph)
     annotations: Mapping[str, str] = {}
     if plan is None and (request.sharded or request.open):
         annotations = _annotations(model, request, captured, given)
