@@ -190,7 +190,7 @@ def reentrant_checkpoints_recorded() -> Iterator[None]:
         with torch.set_grad_enabled(tracked and torch.is_grad_enabled()):
             return function(*args)
 
-    CheckpointFunction.apply = apply
+    CheckpointFunction.apply = apply  # type: ignore[method-assign]
     try:
         yield
     finally:

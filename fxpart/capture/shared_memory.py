@@ -61,9 +61,9 @@ def _list_overlaps(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]
     by_storage: dict[object, list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
         if tensor.layout == torch.strided and tensor.numel():
-            first = tensor.storage_offset() * tensor.element_size()
             length = sum((s - 1) * d for s, d in zip(tensor.shape, tensor.stride(), strict=True))
-            last = first + (length + 1) * tensor.element_size()
+            first = int(tensor.storage_offset()) * tensor.element_size()
+            last = first + int(length + 1) * tensor.element_size()
             by_storage.setdefault(storage_address(tensor), []).append((first, last, name))
     for group in by_storage.values():
         group.sort()

@@ -201,13 +201,13 @@ class BatchReader:
                 problems.append(_make_problem(spec.path, why, _describe_input(spec)))
                 continue
             value = leaves.pop(spec.path)
-            why = self._find_fault(spec, value)
+            fault = self._find_fault(spec, value)
             fix = _describe_input(spec)
-            if not why and value.requires_grad:
-                why = "it requires a gradient, which trainers do not return"
+            if not fault and value.requires_grad:
+                fault = "it requires a gradient, which trainers do not return"
                 fix = "detach it, or make what computes it a part of the model"
-            if why:
-                problems.append(_make_problem(spec.path, why, fix))
+            if fault:
+                problems.append(_make_problem(spec.path, fault, fix))
             else:
                 tensors[spec.name] = value
         for path, fixed in self._constants.items():
