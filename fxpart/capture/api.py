@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,6 +108,7 @@ def _captured(
         trial = ShapeProbe(ModelWithLoss(model, loss, call, autocast), mode)
         inferred = infer(trial, names, parts.tensors, known)
         backwards = find_custom_backwards(trial, parts.tensors) if inferred.ran else []
+    _warn_about_written_inputs([names[i] for i in sorted(trial.written)])
     sizes = {t.shape[d] for t, d in zip(parts.tensors, inferred.dims, strict=True) if d is not None}
     rows = min(sizes, default=1)
     _check_sizes(batch_size, microbatch_size, has_rows=bool(sizes))
@@ -134,6 +136,16 @@ def _captured(
         return captured
     note = check_gradients(captured, backwards, request)
     return replace(captured, tried=(*captured.tried, note))
+
+
+def _warn_about_written_inputs(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"FXP113: forward writes {', '.join(names)} in place; a trainer leaves its batches "
+            "unchanged, so a batch that is passed again has not the values that it has in plain "
+            "PyTorch; compute new tensors instead",
+            stacklevel=3,
+        )
 
 
 def _own_loss_name(scalars: Mapping[str, str]) -> str | None:

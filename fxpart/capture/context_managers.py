@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from fxpart.capture.python_state import PythonState, copy_tensors, restore_tensors
 from fxpart.capture.source_locations import is_users, shorten_path
@@ -31,6 +32,7 @@ def prepare_capture(model: nn.Module, training: bool, loss: Any = None) -> Itera
         stack.enter_context(training_mode(model, training))
         stack.enter_context(disable_mask_detection())
         stack.enter_context(tensor_hooks_refused())
+        stack.enter_context(reentrant_checkpoints_recorded())
         stack.enter_context(quiet())
         yield
 
@@ -173,6 +175,26 @@ def tensor_hooks_refused() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.register_hook = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def reentrant_checkpoints_recorded() -> Iterator[None]:
+    """Record what torch.utils.checkpoint(use_reentrant=True) computes as plain operations.
+
+    Its forward runs without gradients, which a tracer would keep for the program. As in a run,
+    nothing inside is trained if no argument needs a gradient.
+    """
+
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        tracked = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with torch.set_grad_enabled(tracked and torch.is_grad_enabled()):
+            return function(*args)
+
+    CheckpointFunction.apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
 
 
 @contextmanager

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from fxpart.compat import fake_mode, is_fake, storage_identity, tensor_slots
+from fxpart.compat import disable_guards, fake_mode, is_fake, storage_identity, tensor_slots
+from fxpart.compiler.graph_edit import fake_mode as fake_mode_of
+from fxpart.compiler.size_symbols import expression
 
 
 def has_no_data(model: nn.Module, tensors: Sequence[torch.Tensor] = ()) -> bool:
@@ -44,6 +46,31 @@ def as_meta(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(meta, requires_grad=tensor.requires_grad)
     return meta
+
+
+def number_fixed_sizes(graph: fx.GraphModule) -> None:
+    """Write sizes that a later operation of the graph has fixed as numbers.
+
+    torch.export leaves a symbol in values that it traced before the operation, such as a recurrent
+    layer, took the size as a number; only the symbol's expression is then one.
+    """
+    mode: Any = fake_mode_of(graph.graph)
+
+    def numbered(held: Any) -> Any:
+        if not isinstance(held, torch.Tensor):
+            return held
+        given = (*held.shape, *held.stride(), held.storage_offset())
+        sizes = [int(s) if expression(s).is_number else s for s in given]
+        if all(new is old for new, old in zip(sizes, given, strict=True)):
+            return held
+        with mode, disable_guards(mode), torch.no_grad():
+            found = held.as_strided(sizes[: held.dim()], sizes[held.dim() : -1], sizes[-1])
+        return found.requires_grad_(held.requires_grad)
+
+    for part in graph.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if "val" in node.meta:
+                node.meta["val"] = fx.node.map_aggregate(node.meta["val"], numbered)
 
 
 @contextmanager

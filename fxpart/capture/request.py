@@ -23,7 +23,12 @@ from fxpart.capture.context_managers import (
     training_mode,
 )
 from fxpart.capture.failure_causes import problems_of, summarize_exception
-from fxpart.capture.fake_tensors import as_meta, make_fake, replace_with_fakes
+from fxpart.capture.fake_tensors import (
+    as_meta,
+    make_fake,
+    number_fixed_sizes,
+    replace_with_fakes,
+)
 from fxpart.capture.flat_batch import FlatBatch, look_up, unflatten_batch
 from fxpart.capture.fx_trace import name_state, symbolic_trace
 from fxpart.capture.layer_replay import LayerReplay
@@ -135,6 +140,7 @@ def _run(request: CaptureRequest) -> CapturedModel:
                 problems_of([(way.label, failure) for way, failure in none.failures])
             ) from none
     check_regions(unlifted.graph.graph)
+    number_fixed_sizes(unlifted.graph)
     if request.autocast is not None:
         unlifted.graph.meta[WHOLE_KEY] = True
     if request.precision == "fp8":

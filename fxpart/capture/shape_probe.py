@@ -12,7 +12,7 @@ from fxpart.capture.context_managers import REAL_LIMIT, preserve_buffers
 from fxpart.capture.fake_tensors import make_fake
 from fxpart.capture.model_with_loss import ModelWithLoss
 from fxpart.capture.python_state import PythonState
-from fxpart.compat import fake_mode
+from fxpart.compat import fake_mode, get_write_count
 
 
 @dataclass
@@ -22,7 +22,7 @@ class ShapeProbe:
     mode: the fake mode of a model without data. real: whether to run on real data, because the
     model reads values (set by :meth:`choose`). first: the shapes that choose() found. trained:
     whether it ran on fakes with gradients; graph: the results of that run with their autograd
-    graph.
+    graph. written: the positions of inputs that a run on fakes has written in place.
     """
 
     whole: ModelWithLoss
@@ -31,6 +31,7 @@ class ShapeProbe:
     first: dict[str, tuple[int, ...]] | None = None
     trained: bool = False
     graph: dict[str, torch.Tensor] | None = None
+    written: set[int] = field(default_factory=set)
     state: PythonState = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,8 +78,11 @@ class ShapeProbe:
                 return self.whole(tuple(t.clone() for t in tensors))  # type: ignore[no-any-return]
         mode = self.mode or fake_mode()
         fakes = tuple(make_fake(mode, t) for t in tensors)
+        before = [get_write_count(t) for t in fakes]
         with mode:
-            return self.whole(fakes)  # type: ignore[no-any-return]
+            found = self.whole(fakes)
+        self.written |= {i for i, t in enumerate(fakes) if get_write_count(t) != before[i]}
+        return found  # type: ignore[no-any-return]
 
     def choose(self, tensors: Sequence[torch.Tensor]) -> Exception | None:
         """Run once; switch to real data if fakes fail. Return the failure, if any.

@@ -16,6 +16,7 @@ from fxpart.capture import CapturedModel, capture
 from fxpart.capture.flat_batch import assemble
 from fxpart.capture.live_state import live_parameters
 from fxpart.capture.model_validation import plain_module
+from fxpart.capture.shared_memory import refuse_shared_memory
 from fxpart.cluster.model import Cluster
 from fxpart.codegen.mesh_programs.row_dependence import (
     couplings,
@@ -27,10 +28,11 @@ from fxpart.compat.optimizer_parameters import name_optimizer_parameters
 from fxpart.compiler import BLOCKS_KEY, PassManager
 from fxpart.compiler.autocast_region import DEVICES_KEY
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
+from fxpart.compiler.graph_edit import annotation
 from fxpart.compiler.higher_order_ops import AUTOCAST, region_name
 from fxpart.costs import CostModel
 from fxpart.diagnostics.progress import log_phase
-from fxpart.errors import error
+from fxpart.errors import FxpartError, error
 from fxpart.passes import PREPARE, all_passes
 from fxpart.plan.constraint_table import DATA_AXES
 from fxpart.plan.model import ModuleCheck, Plan, PlanModel
@@ -124,6 +126,8 @@ def prepare_model(
     granularity = str(constraints.get("granularity", "block"))
     with log_phase("prepare the graph"):
         graph = PassManager(all_passes()).run(_prepare(granularity), captured.graph)
+    _check_loss_gradient(captured, graph)
+    refuse_shared_memory(model, loss, captured, graph.graph)
     annotations: Mapping[str, str] = {}
     if plan is None and (request.sharded or request.open):
         annotations = _annotations(model, request, captured, given)
@@ -139,6 +143,19 @@ def prepare_model(
     return PreparedModel(
         with_model_profile(request, info), captured, graph, info, annotations, compare
     )
+
+
+def _check_loss_gradient(captured: CapturedModel, graph: fx.GraphModule) -> None:
+    """Raise FXP106 for a loss that trains nothing, as the backward of plain PyTorch does."""
+    loss: Any = graph.graph.output_node().args[0][0]  # type: ignore[index]
+    trained = any(captured.state[name].requires_grad for name in captured.parameters)
+    if captured.training and trained and not annotation(loss).requires_grad:
+        raise error(
+            "FXP106",
+            where="loss",
+            why="it has no gradient for any trained parameter",
+            fix="compute it without detach(), torch.no_grad() or operations on integers",
+        )
 
 
 def with_model_profile(request: PlanRequest, info: PlanModel) -> PlanRequest:
@@ -217,7 +234,7 @@ def _capture(
     """Capture; at the size of one microbatch where the batch cannot be symbolic.
 
     By default that size is a divisor of the batch that yields about two microbatches per stage,
-    each of which the ranks of the data axis can share.
+    each of which the ranks of the data axis can share; the batch if it cannot be captured so.
     """
     captured = capture(model, inputs, kwargs, **options)
     if captured.symbolic or not any(i.batch_dim is not None for i in captured.inputs):
@@ -242,7 +259,18 @@ def _capture(
         )
     if count == 1:
         return captured
-    made = capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
+    try:
+        made = capture(model, inputs, kwargs, microbatch_size=batch // count, **options)
+    except FxpartError as failure:  # such as topk over more rows than a microbatch has
+        if microbatches is None:
+            return captured
+        raise error(
+            "FXP109",
+            where=f"microbatches={count}",
+            why=f"the batch of {batch} rows can be captured, but not {batch // count} rows alone: "
+            f"{failure.problems[0].why.splitlines()[0]}",
+            fix="use fewer microbatches",
+        ) from failure
     mark_batch_dependent_nodes(captured, made)
     accepted = is_accepted(request.constraints) or microbatches is not None
     if not accepted and couplings(PassManager(all_passes()).run(PREPARE, made.graph), made):

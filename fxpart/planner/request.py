@@ -173,7 +173,7 @@ def with_mesh(
 def check_counts(batch_size: int | None, microbatches: int | None) -> None:
     """Raise FXP109 unless batch_size and microbatches are positive integers where specified."""
     problems = [
-        Problem("FXP109", f"{name}={value!r}", f"{name} must be a positive integer", "")
+        Problem("FXP109", f"{name}={value!r}", "it is not a positive integer", "leave it out")
         for name, value in (("batch_size", batch_size), ("microbatches", microbatches))
         if value is not None
         and (isinstance(value, bool) or not isinstance(value, int) or value < 1)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
-from fxpart.errors import FxpartError
+from fxpart.errors import FxpartError, error
 from fxpart.runtime.heartbeat.call_tracker import calls
 from fxpart.runtime.torch_modes import TorchModes, TrainerCallKind
 from fxpart.runtime.transport.agreement import AllRanksError
@@ -52,6 +52,7 @@ class EntryPoints:
     """A trainer whose public calls check torch's modes and announce themselves."""
 
     ambient: TorchModes
+    closed = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Wrap the entry points that the class defines or overrides."""
@@ -73,6 +74,9 @@ def wrap_entry_point(
 
     @wraps(method)
     def call(self: EntryPoints, *args: Any, **kwargs: Any) -> T:
+        if self.closed and kind is not TrainerCallKind.STATE:
+            fix = "create another trainer of the program: program.trainer(...)"
+            raise error("FXP109", where=shown, why="the trainer was closed", fix=fix)
         announced = announce_call(shown) if self.is_collective(name) else nullcontext()
         with announced, self.ambient.enter(kind, shown) or nullcontext():
             return method(self, *args, **kwargs)

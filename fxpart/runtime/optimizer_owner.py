@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 
 from fxpart.errors import error
 from fxpart.runtime.asynchronous.optimizer_facade import StageOptimizerFacade
-from fxpart.runtime.asynchronous.stage_optimizers import make_stage_optimizers
+from fxpart.runtime.asynchronous.stage_optimizers import (
+    collect_stage_parameters,
+    make_stage_optimizers,
+)
 from fxpart.runtime.batch.loss_divisors import LossDivisors
 from fxpart.runtime.embedding_tables import check_optimizer_support
 from fxpart.runtime.entry_point import EntryPoints
@@ -23,6 +27,7 @@ from fxpart.runtime.optimizer.division_check import (
 )
 from fxpart.runtime.optimizer.facade import OptimizerFacade
 from fxpart.runtime.optimizer.factory import (
+    check_selection,
     describe_groups,
     make_optimizer,
     make_parameter_groups,
@@ -103,6 +108,10 @@ class OptimizerOwner(EntryPoints):
                 names = [name for name, _ in mine]
                 made = {(0, 0): make_optimizer(given, [p for _, p in mine], own_groups, names)}
                 check_optimizer_support(made[0, 0], self._state, self._shards.rows)
+            if not self._groups:
+                stages = collect_stage_parameters(self._state, owned=self.kind != "queue").values()
+                own = chain.from_iterable(stages) if self.is_asynchronous else mine
+                check_selection(given, self._state.make_whole_parameters(), own, made.values())
             text = " ".join(",".join(group.names) for group in self._groups)
             return made, f"{describe_groups(next(iter(made.values())))} {text}"
 

@@ -16,9 +16,10 @@ import enum
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -255,9 +256,9 @@ def guard_compile(function: Callable[P, T]) -> Callable[P, T]:
 def _bind(
     known: inspect.Signature, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments by name; FXP109 for arguments that the function does not have."""
+    """Return the arguments by name; FXP109 for unknown ones, or ones of another type."""
     try:
-        return known.bind(*args, **kwargs).arguments
+        given = known.bind(*args, **kwargs).arguments
     except TypeError as fault:
         names = ", ".join(one for one in known.parameters if one != "self")
         raise error(
@@ -266,6 +267,22 @@ def _bind(
             why=f"{fault}. Only the model and the cluster have no name.",
             fix=f"pass the batch as example_inputs=(x, y); the arguments are {names}",
         ) from None
+    problems = [
+        Problem("FXP109", key, f"it is of type {type(given[key]).__name__}", f"pass {wanted}")
+        for key, (kind, wanted) in _ARGUMENT_TYPES.items()
+        if given.get(key) is not None and not isinstance(given[key], kind)
+    ]
+    if problems:
+        raise FxpartError(problems)
+    return given
+
+
+_ARGUMENT_TYPES: dict[str, tuple[Any, str]] = {
+    "constraints": (Mapping, "a dict of constraints by name"),
+    "batch_dims": (Mapping, "a dict of batch dims by input name"),
+    "loss": (Callable, "a function of the output and the targets"),
+    "seed": (Integral, "an integer"),
+}
 
 
 def _get_precision(given: dict[str, Any]) -> str:

@@ -214,6 +214,7 @@ class TrainerBase(OptimizerOwner):
             self._meshes.close()
         self._transport.close()
         self._pinned.restore()
+        self.closed = True
 
     @property
     def local_device(self) -> torch.device:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
+import fxpart
 from fxpart.capture import CapturedModel, capture
 from fxpart.capture.model_tensors import state_of
 from fxpart.compat import storage_identity
@@ -36,6 +40,45 @@ def test_ties_are_found_by_storage_and_views_are_not_ties() -> None:
     loss, _ = captured.graph(torch.randn(3, 4))
     loss.backward()
     assert model.b.grad is None and model.a.grad is not None
+
+
+class Sharing(nn.Module):
+    """A weight, and a second tensor that is in a part of its memory."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        flat = torch.randn(32)
+        self.a = nn.Parameter(flat[:16].view(4, 4))
+        self.kind = kind
+        if kind in ("parameter", "beside", "frozen"):
+            self.b = nn.Parameter(flat[12:16] if kind != "beside" else flat[16:20])
+            self.b.requires_grad_(kind != "frozen")
+            self.a.requires_grad_(kind != "frozen")
+        elif kind == "attribute":
+            self.b = self.a.detach()[0]
+        else:
+            self.register_buffer("written", torch.zeros(8) if kind == "buffers" else flat[:4])
+            self.register_buffer("b", self.written[:4])
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "buffers":
+            with torch.no_grad():
+                self.written.add_(x.mean())
+        return self.head(torch.tanh(x @ self.a) * self.b)
+
+
+@pytest.mark.parametrize(
+    "kind", ["parameter", "attribute", "buffer", "buffers", "beside", "frozen"]
+)
+def test_tensors_that_change_with_each_other_are_refused(kind: str) -> None:
+    given: Any = {"example_inputs": (torch.randn(4, 4),) * 2, "loss": nn.functional.mse_loss}
+    if kind in ("beside", "frozen"):
+        fxpart.compile(Sharing(kind), "local:1", **given, check="off")
+        return
+    with pytest.raises(fxpart.FxpartError, match="two tensors in the same memory") as caught:
+        fxpart.compile(Sharing(kind), "local:1", **given)
+    assert caught.value.code == "FXP113" and "b" in caught.value.problems[0].where.split(", ")
 
 
 def test_ties_on_meta() -> None:

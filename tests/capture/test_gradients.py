@@ -74,10 +74,18 @@ def test_one_that_cannot_be_compared_is_refused() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_is_no_concern(reentrant: bool) -> None:
-    captured = capture(
-        Uses(lambda x: checkpoint(torch.tanh, x, use_reentrant=reentrant)), (torch.randn(3, 4),)
-    )
+    """Also one that runs its forward without gradients; unless no argument needs one."""
+    x = torch.randn(3, 4)
+    model = Uses(lambda y: checkpoint(torch.tanh, y, use_reentrant=reentrant))
+    captured = capture(model, (x,))
     assert captured.tried == ()
+    assert torch.autograd.grad(captured.graph(x)[-1].sum(), model.lin.weight)[0].any()
+    model.function = lambda y: y + checkpoint(model.lin, y.detach(), use_reentrant=reentrant)
+    found, own = (
+        torch.autograd.grad(run.sum(), model.lin.bias)[0]
+        for run in (capture(model, (x,), training=False).graph(x)[-1], model.eval()(x))
+    )
+    assert torch.equal(found, own) and own.mean() == (3 if reentrant else 6)
 
 
 def test_hooks_are_refused() -> None:

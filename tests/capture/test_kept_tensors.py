@@ -169,3 +169,18 @@ def test_a_tensor_of_another_shape_is_put_back() -> None:
     with preserve_tensors(enclosed(loss)):
         loss.n.data = torch.ones(4)
     assert torch.equal(loss.n, torch.zeros(()))
+
+
+def test_a_written_input_is_warned_of() -> None:
+    """The batch of the user stays as it was; plain PyTorch would change it."""
+
+    class Halved(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.mul_(0.5))
+
+    x, y = BATCH[0].clone(), BATCH[1]
+    with pytest.warns(UserWarning, match="FXP113: forward writes x in place"):
+        fxpart.compile(
+            Halved(3, 2), "local:1", example_inputs=(x, y), loss=nn.functional.mse_loss, check="off"
+        )
+    assert torch.equal(x, BATCH[0])

@@ -84,6 +84,8 @@ def test_all_faults_at_once() -> None:
         ({"labels": torch.zeros(8, 4, dtype=torch.int64)}, "labels", "dim 1 is 4, not 5"),
         ({"labels": torch.zeros(7, 5, dtype=torch.int64)}, "", "['ids'] 8, batch['labels'] 7"),
         ({"labels": torch.zeros(8, dtype=torch.int64)}, "labels", "it has 1 dims"),
+        ({"mask": torch.zeros(5, 5).to_sparse()}, "mask", "it is a sparse_coo tensor"),
+        ({"mask": torch.zeros(5, 5, requires_grad=True)}, "mask", "it requires a gradient"),
         ({"mask": torch.zeros(5, 6)}, "mask", "dim 1 is 6, not 5"),
         (
             {n: torch.zeros(0, 5, dtype=torch.int64) for n in ("ids", "labels")},

@@ -42,3 +42,25 @@ def test_unknown_arguments_of_compile_are_one_error() -> None:
         with pytest.raises(FxpartError, match="example_inputs") as caught:
             fxpart.compile(*args, **kwargs)  # type: ignore[arg-type]
         assert caught.value.code == "FXP109"
+
+
+def test_arguments_of_another_type_are_one_error() -> None:
+    given: Any = {"constraints": [("dp", 2)], "seed": "0", "loss": "mse", "batch_dims": (0,)}
+    with pytest.raises(FxpartError) as caught:
+        fxpart.compile(nn.Linear(4, 3), "local:2", example_inputs=batch(), **given)
+    assert {(p.code, p.where) for p in caught.value.problems} == {("FXP109", n) for n in given}
+
+
+@pytest.mark.slow
+def test_a_loss_that_trains_nothing_and_a_closed_trainer_are_refused() -> None:
+    """Plain PyTorch raises in backward."""
+    model, cross_entropy = nn.Linear(4, 3), nn.functional.cross_entropy
+    for loss in (lambda z, y: cross_entropy(z.detach(), y), lambda z, y: (z.argmax(1) != y).sum()):
+        with pytest.raises(FxpartError, match="no gradient for any trained") as caught:
+            fxpart.compile(model, "local:1", example_inputs=batch(), loss=loss)
+        assert caught.value.code == "FXP106"
+    program = fxpart.compile(model, "local:1", example_inputs=batch(), loss=cross_entropy)
+    trainer = program.trainer("sgd")
+    trainer.close()
+    with pytest.raises(FxpartError, match="the trainer was closed"):
+        trainer.step(batch())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fxpart
 from fxpart.errors import FxpartError
 from fxpart.runtime.optimizer.factory import make_optimizer, use_fused_kernels
 
@@ -63,6 +64,33 @@ def test_anything_else_is_refused(given: Any) -> None:
         make_optimizer(given, parameters())
     if given is not nn.Linear:
         assert isinstance(caught.value, FxpartError) and caught.value.code == "FXP109"
+
+
+def test_a_function_that_ignores_its_argument_is_refused() -> None:
+    """It would update the user's module, which the trainer does not train."""
+    other = parameters()
+    with pytest.raises(FxpartError, match="use the function's argument") as caught:
+        make_optimizer(lambda mine: torch.optim.SGD(other, lr=0.1), parameters())
+    assert caught.value.code == "FXP115"
+
+
+@pytest.mark.slow
+def test_a_function_that_selects_otherwise_on_a_rank_is_refused() -> None:
+    """By position in a list of replicas, or by the elements of a shard; dims are those of all."""
+    program = fxpart.compile(
+        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), "local:2",
+        example_inputs=(torch.randn(8, 4), torch.randn(8, 2)), loss=nn.functional.mse_loss,
+        microbatches=1, constraints={"mesh": "dp=2", "zero": 3, "stages": 1}, check="off",
+    )  # fmt: skip
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    program.trainer(lambda mine: sgd([p for p in mine if p.dim() > 1])).close()
+    for select in (
+        lambda mine: sgd(mine[:3]),
+        lambda mine: sgd([p for p in mine if p.numel() > 10]),
+    ):
+        with pytest.raises(FxpartError, match="differently among a rank's parts") as caught:
+            program.trainer(select)
+        assert caught.value.code == "FXP115"
 
 
 def test_an_instance_with_several_groups_is_refused() -> None:

@@ -202,8 +202,12 @@ class BatchReader:
                 continue
             value = leaves.pop(spec.path)
             fault = self._find_fault(spec, value)
+            fix = _describe_input(spec)
+            if not fault and value.requires_grad:
+                fault = "it requires a gradient, which trainers do not return"
+                fix = "detach it, or make what computes it a part of the model"
             if fault:
-                problems.append(_make_problem(spec.path, fault, _describe_input(spec)))
+                problems.append(_make_problem(spec.path, fault, fix))
             else:
                 tensors[spec.name] = value
         for path, fixed in self._constants.items():
@@ -233,6 +237,8 @@ class BatchReader:
     def _find_fault(self, spec: InputSpec, value: Any) -> str | None:
         if not isinstance(value, torch.Tensor):
             return f"it is {_format_value(value)}, not a tensor"
+        if value.layout != torch.strided:
+            return f"it is a {str(value.layout)[6:]} tensor, not a dense one"
         if value.dtype != self._dtypes[spec.name]:
             return f"its dtype is {str(value.dtype)[6:]}, not {spec.dtype}"
         if value.dim() != len(spec.shape):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,68 @@ def make_optimizer(
     if not isinstance(made, torch.optim.Optimizer):
         what = f"{given!r} is not an optimizer" if made is None else f"it returned {made!r}"
         raise error("FXP109", where="optimizer", why=what, fix=_FIX)
+    _check_parameters(made, mine)
     return made
+
+
+def _check_parameters(made: torch.optim.Optimizer, given: Sequence[Any]) -> None:
+    """Raise FXP115 if a function has created the optimizer of other parameters than its own.
+
+    Without this check it would update the user's module, or nothing, but not what ranks train.
+    """
+    own = {id(p) for each in given for p in (each["params"] if isinstance(each, dict) else [each])}
+    every = [p for group in made.param_groups for p in group["params"] if p.numel()]
+    foreign = sum(id(p) not in own for p in every)
+    if foreign:
+        raise error(
+            "FXP115",
+            where=f"optimizer {type(made).__name__}",
+            why=f"{foreign} of its {len(every)} parameters are not those that the function that "
+            "creates it was called with; the trainer updates parameters of its own",
+            fix="use the function's argument: lambda parameters: AdamW(parameters)",
+        )
+
+
+def check_selection(
+    given: Any,
+    whole: Iterable[tuple[str, torch.Tensor]],
+    mine: Iterable[tuple[str, torch.Tensor]],
+    optimizers: Iterable[torch.optim.Optimizer],
+) -> None:
+    """Raise FXP115 for a function that groups a rank's parameters otherwise than the model's.
+
+    It may select by dims or dtype, but by position or number of elements only where a rank has the
+    same list. whole: meta tensors of all trainable parameters, by name, on which it is called; a
+    function that fails on them is not checked. mine: those that it was called with.
+    """
+    function = given
+    while isinstance(function, partial):
+        function = function.func
+    if not inspect.isroutine(function) or isinstance(given, UserOptimizer):
+        return
+    named = list(whole)
+    try:
+        expected = _number_groups(given([tensor for _, tensor in named]))
+    except Exception:  # User code may raise any exception.
+        return
+    groups = {name: expected.get(id(tensor)) for name, tensor in named}
+    found: dict[int, int] = {}
+    for each in optimizers:
+        found |= _number_groups(each)
+    for name, tensor in mine:
+        if found.get(id(tensor)) != groups[name]:
+            raise error(
+                "FXP115",
+                where=f"optimizer, parameter {name}",
+                why="the function that creates the optimizer selects or groups it differently "
+                "among a rank's parts of parameters than among the model's parameters",
+                fix="pass an optimizer instance of model.parameters(), or groups= by name",
+            )
+
+
+def _number_groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Return the group of each parameter, by identity."""
+    return {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
 def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:

@@ -118,6 +118,12 @@ class ModelState:
         """Return the whole shape of every trainable parameter of the model, by name."""
         return {n: tuple(e.pieces.shape) for n, e in self.entries.items() if e.trainable}
 
+    def make_whole_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield a whole meta parameter for every trainable one of the model, by name."""
+        for name, shape in self.trainable().items():
+            dtype = torch_dtype(self.entries[name].spec.dtype)
+            yield name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+
     def rank(self, stage: int, mesh_rank: int) -> int:
         """Return the rank of a stage's mesh rank."""
         return self.ranks[stage][mesh_rank]

@@ -84,6 +84,19 @@ def test_coupled_rows_of_one_size(name: str, rows: int) -> None:
     assert difference(loss, data, constraints=LAYOUTS["pipeline"]) < 1e-12
 
 
+def test_a_loss_of_more_rows_than_a_microbatch_has() -> None:
+    """The planner's own number of microbatches is then one."""
+
+    def hardest(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        each = torch.nn.functional.cross_entropy(scores.mT, labels.clamp(0), reduction="none")
+        return each.mean(1).topk(3).values.mean()
+
+    data = batches(4)
+    assert difference(hardest, data, constraints=LAYOUTS["pipeline"]) < 1e-12
+    with pytest.raises(fxpart.FxpartError, match="use fewer microbatches"):
+        difference(hardest, data, microbatches=4, constraints=LAYOUTS["pipeline"])
+
+
 def test_a_graph_of_one_size_takes_larger_batches_in_pieces_only() -> None:
     """In several microbatches; a program of one would compute the objective of each piece."""
     data = [*batches(4, 1), *batches(8, 1)]
