@@ -9,7 +9,6 @@ import torch
 from torch import fx, nn
 
 from fxpart.capture.captured_model import CapturedModel
-from fxpart.capture.model_tensors import loss_prefix, state_of
 from fxpart.compat import storage_address
 from fxpart.compiler.effects import state_written
 from fxpart.errors import FxpartError, Problem
@@ -24,14 +23,11 @@ def refuse_shared_memory(
     several names is no problem: it is one tensor. Tensors side by side in one storage are none,
     either, such as weights that a recurrent layer has packed. graph: prepared, without regions.
     """
-    found = {name: tensor.detach() for name, tensor in captured.state.items()}
-    prefix = loss_prefix(model)
-    state = state_of(model, loss, prefix)
-    found |= state.tensors
-    for module, start in ((model, ""), (loss, f"{prefix}.")):
-        for name, tensor in _list_tensors(module, start):
-            if tensor is not found[state.main(name)]:
-                found[name] = tensor  # Another object, in the same memory.
+    objects = {id(tensor): (name, tensor) for name, tensor in captured.state.items()}
+    for start, module in (("", model), ("loss.", loss)):
+        for name, tensor in _list_tensors(module):
+            objects.setdefault(id(tensor), (start + name, tensor))  # Another object in its memory.
+    found = dict(objects.values())
     changed = set(chain.from_iterable(state_written(graph).values()))
     changed |= {n for n, t in found.items() if isinstance(t, nn.Parameter) and t.requires_grad}
     problems = [
@@ -48,12 +44,11 @@ def refuse_shared_memory(
         raise FxpartError(problems)
 
 
-def _list_tensors(module: object, start: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter and buffer, of each of its names."""
+def _list_tensors(module: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter and buffer."""
     if isinstance(module, nn.Module):
-        for named in (module.named_parameters, module.named_buffers):
-            for name, tensor in named(remove_duplicate=False):
-                yield start + name, tensor
+        yield from module.named_parameters()
+        yield from module.named_buffers()
 
 
 def _list_overlaps(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
