@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.api import Program, propose
+from fxpart.api import propose
+from fxpart.compiled_program import Program
 from fxpart.compiler import BLOCKS_KEY
 from fxpart.errors import FxpartError
 from fxpart.plan.constraint_table import CONSTRAINTS
