@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.stalebench import claims, design, intervals, methods, optimizers, traces
+from benchmarks.stalebench import claims, design, intervals, methods, models, optimizers, traces
 from benchmarks.stalebench.design import Cell
 from benchmarks.stalebench.methods import Method
 from benchmarks.stalebench.models import Layer, matmul
@@ -151,7 +151,34 @@ def test_runs_do_not_depend_on_those_beside_them() -> None:
         assert alone.newest[0].tolist() == pytest.approx(together.newest[row].tolist(), rel=1e-14)
 
 
-def test_a_run_that_diverges_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layers", "inputs"),
+    [
+        (models.mlp(width=8), torch.randn(2, 3, 64)),
+        (models.cnn(channels=4), torch.randn(2, 3, 64)),
+        (models.clicks(2, 5), torch.randint(10, (2, 3, 2))),
+        (models.gpt(length=6, width=32, blocks=2), torch.randint(256, (2, 3, 6))),
+    ],
+    ids=["mlp", "cnn", "clicks", "gpt"],
+)
+def test_models_compute_runs_apart(layers: list[Layer], inputs: torch.Tensor) -> None:
+    """Each run has its own weights and rows; a causal model does not see what comes later."""
+    runs = [Run("sync", 0.1, 0), Run("sync", 0.1, 1)]
+    made = Trainer(layers, 2, runs, half_square, "sgd", 1)
+    together = made.outputs(made.view(made.newest), inputs)
+    for row, run in enumerate(runs):
+        one = Trainer(layers, 2, [run], half_square, "sgd", 1)
+        alone = one.outputs(one.view(one.newest), inputs[row : row + 1])
+        torch.testing.assert_close(together[row], alone[0], rtol=1e-4, atol=1e-5)
+    assert not together[0].allclose(together[1])
+    if together.dim() == 4:
+        inputs[..., -1] = (inputs[..., -1] + 1) % 256
+        later = made.outputs(made.view(made.newest), inputs)
+        torch.testing.assert_close(later[:, :, :-1], together[:, :, :-1])
+        assert not later[:, :, -1].allclose(together[:, :, -1])
+
+
+def test_a_run_that_diverges_leaves_the_others() -> None:
     runs = [Run("stash", 0.1, 0), Run("stash", math.inf, 0)]
     made = trainer(2, runs, "sgd")
     feed(made, 1)
@@ -233,6 +260,16 @@ def test_a_stopped_benchmark_resumes(stalebench: Any, tmp_path: Path) -> None:
         results.write()
         rest = complete(stalebench.run.Results(results.path), CELL, make_row)
         assert [chunk.keys for chunk in rest] == [chunk.keys for chunk in every[stop:]]
+
+
+def test_runs_on_other_data_are_not_mixed(stalebench: Any, tmp_path: Path) -> None:
+    results = stalebench.run.Results(tmp_path / "results.json")
+    results.check("digits", {"digest": "a"})
+    results.check("digits", {"digest": "b"})  # there are no runs yet
+    results.runs["digits sgd 8 sync 0.1"] = {"0": [1.0]}
+    results.check("digits", {"digest": "b"})
+    with pytest.raises(SystemExit, match="other data"):
+        results.check("digits", {"digest": "a"})
 
 
 def test_processes_share_the_work(stalebench: Any, tmp_path: Path) -> None:
@@ -333,6 +370,7 @@ def test_the_pages_are_the_results(stalebench: Any) -> None:
 # -- the tasks ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_source_text_is_split_by_files() -> None:
     from benchmarks.stalebench.tasks import TASKS
 

@@ -49,8 +49,11 @@ class Results:
         self.runs: dict[str, dict[str, Any]] = self.figures["runs"]
 
     def check(self, task: str, found: dict[str, Any]) -> None:
-        """Note a task's data and settings; raises SystemExit if the runs there are of others."""
-        if self.figures["tasks"].setdefault(task, found) != found:
+        """Note a task's data and settings; raises SystemExit if there are runs with others."""
+        there = any(key.startswith(f"{task} ") for key in self.runs)
+        if not there:
+            self.figures["tasks"][task] = found
+        elif self.figures["tasks"][task] != found:
             sys.exit(f"{self.path} holds runs of {task} on other data or settings: remove them")
 
     def add(self, chunk: Chunk, rows: list[Any], seconds: float) -> None:
