@@ -335,9 +335,13 @@ def test_a_cell_is_judged(stalebench: Any, tmp_path: Path) -> None:
     assert table.complete and stash.verdict == "worse" and stash.rate == pytest.approx(0.02)
     assert stash.difference.mean == pytest.approx(0.2, abs=1e-3) and sync.verdict == ""
     assert table.get("spectrain").verdict == "not worse"
-    text = stalebench.page.tabulate(table, figures)
+    text = stalebench.page.tabulate(table, figures, {})
     assert "stash (PipeDream) | 7 to 0 | 0.02 | 0.7" in text
-    assert "above it in every cell: stash (PipeDream), naive." in claims.claim([table])
+    assert "above it in so many cells: stash (PipeDream) (1 of 1), naive (1 of 1)." in (
+        claims.claim([table])
+    )
+    assert "half: stash (PipeDream), naive" in claims.claim_briefly([table])
+    assert "| stash (PipeDream) | **worse** +8.7 |" in stalebench.page.summarize(figures, [table])
     drawn = stalebench.page.draw(figures, [table])
     assert all(text.startswith("<svg") and text.endswith("</svg>\n") for text in drawn.values())
     key = design.name_runs(CELL, "stash", stash.rate)

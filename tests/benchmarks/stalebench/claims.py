@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from benchmarks.stalebench.methods import METHODS
 from benchmarks.stalebench.summary import MARGIN, Table, count_verdicts
 
+Counts = dict[str, dict[str, int]]
+
 
 def claim(tables: Sequence[Table]) -> str:
     """Return the conclusion over all complete cells, of every method."""
     done = [table for table in tables if table.complete]
     if not done:
         return "No cell of StaleBench is complete yet, so nothing is claimed."
-    good, bad, mixed = _sort_methods(done)
-    cells = "the only complete cell" if len(done) == 1 else f"all {len(done)} complete cells"
+    never, other = _divide(count_verdicts(done))
     return (
-        f"Test loss after equally many updates, in {cells} of StaleBench (eight paired seeds, tuned"
-        f" learning rates, 95 % intervals). At most {MARGIN:.0%} of the loss of a guess above"
-        f" synchronous training in every cell: {_join(good)}. Significantly above it in every cell:"
-        f" {_join(bad)}. In some cells: {_join(mixed)}."
+        f"Test loss after equally many updates in the {_number(done)} of StaleBench (eight paired"
+        " seeds, tuned learning rates, 95 % intervals). Never significantly above synchronous"
+        f" training, and at most {100 * MARGIN:.0f} % of the loss of a guess above it in so many"
+        f" cells: {_list(never, 'better', 'not worse')}. Significantly above it in so many cells:"
+        f" {_list(other, 'worse')}."
     )
 
 
@@ -28,28 +30,32 @@ def claim_briefly(tables: Sequence[Table]) -> str:
     done = [table for table in tables if table.complete]
     if not done:
         return "no cell is complete yet"
-    good, bad, _ = _sort_methods(done)
+    never, other = _divide(count_verdicts(done))
+    often = {name: found for name, found in other.items() if 2 * found["worse"] >= _sum(found)}
     return (
-        f"at most {MARGIN:.0%} of a guess's loss higher in all {len(done)} cells: {_join(good)};"
-        f" significantly higher: {_join(bad)}"
+        f"{_number(done)}; never significantly higher: {_list(never)};"
+        f" higher in at least half: {_list(often)}"
     )
 
 
-def _sort_methods(done: Sequence[Table]) -> tuple[list[str], list[str], list[str]]:
-    """Return the methods that are never worse, always worse, and the others with their share."""
-    counts = count_verdicts(done)
-    tested = {name: sum(found.values()) for name, found in counts.items()}
-    good, bad, mixed = [], [], []
+def _number(done: Sequence[Table]) -> str:
+    return f"{len(done)} complete cell{'s' if len(done) > 1 else ''}"
+
+
+def _divide(counts: Counts) -> tuple[Counts, Counts]:
+    """Return the methods that are worse in no cell, and the others."""
+    never = {name: found for name, found in counts.items() if not found["worse"]}
+    return never, {name: found for name, found in counts.items() if found["worse"]}
+
+
+def _sum(found: dict[str, int]) -> int:
+    return sum(found.values())
+
+
+def _list(counts: Counts, *verdicts: str) -> str:
+    """Return the methods, with the number of cells of these verdicts."""
+    parts = []
     for name, found in counts.items():
-        few = f" ({tested[name]} of them)" if tested[name] < len(done) else ""
-        if found["not worse"] + found["better"] == tested[name]:
-            good.append(METHODS[name].label + few)
-        elif found["worse"] == tested[name]:
-            bad.append(METHODS[name].label + few)
-        else:
-            mixed.append(f"{METHODS[name].label} ({found['worse']} of {tested[name]})")
-    return good, bad, mixed
-
-
-def _join(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"
+        share = f" ({sum(found[v] for v in verdicts)} of {_sum(found)})" if verdicts else ""
+        parts.append(METHODS[name].label + share)
+    return ", ".join(parts) or "none"

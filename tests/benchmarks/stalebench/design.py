@@ -44,9 +44,9 @@ class Cell(NamedTuple):
 
 CELLS = (
     Cell("digits", "adamw", 8), Cell("clicks", "adagrad", 8), Cell("digits", "sgd", 8),
-    Cell("digits", "adamw", 32), Cell("digits", "muon", 8), Cell("images", "adamw", 8),
-    Cell("digits", "sgd", 32), Cell("clicks", "adamw", 8), Cell("source", "adamw", 8),
-    Cell("digits", "muon", 32), Cell("digits", "adamw", 16), Cell("digits", "adamw", 4),
+    Cell("digits", "adamw", 32), Cell("digits", "muon", 8), Cell("digits", "adamw", 4),
+    Cell("images", "adamw", 8), Cell("digits", "adamw", 16), Cell("digits", "sgd", 32),
+    Cell("clicks", "adamw", 8), Cell("source", "adamw", 8), Cell("digits", "muon", 32),
     Cell("clicks", "adagrad", 16), Cell("images", "sgd", 16), Cell("source", "sgd", 8),
     Cell("digits", "sgd", 4), Cell("digits", "sgd", 16), Cell("clicks", "sgd", 4),
     Cell("images", "muon", 8), Cell("source", "adamw", 16), Cell("source", "muon", 8),

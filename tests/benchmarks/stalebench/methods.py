@@ -21,7 +21,7 @@ class Method:
     mode: of `traces.read`, or "ahead". label: in tables. microbatches: of an update. rule: of its
     prediction, "linear" or "difference". optimizer: instead of the cell's; it runs beside AdamW
     only. control: whether it is synchronous. compared: the control with the same look-ahead or
-    optimizer, beside "sync". weight_copies: of the first of K stages, for the table of costs.
+    optimizer, beside "sync".
     """
 
     label: str
@@ -31,11 +31,6 @@ class Method:
     optimizer: str = ""
     control: bool = False
     compared: str = "sync"
-
-    @property
-    def predicts(self) -> bool:
-        """Return whether it predicts weights."""
-        return self.mode in ("ahead", "lookahead", "spectrain", "spectrain-v2", "pipeoptim")
 
 
 SYNC = "sync"
@@ -59,6 +54,8 @@ METHODS: Mapping[str, Method] = {
     "2bw": Method("PipeDream-2BW", "2bw"),
     "2bw-ef": Method("2BW with error feedback", "2bw-ef", compared="ahead"),
     "paci": Method("PACI of 4 microbatches", "naive", microbatches=4),
+    "stash-4": Method("stash of 4 microbatches", "stash", microbatches=4),
+    "spectrain-4": Method("SpecTrain v2 of 4 microbatches", "spectrain-v2", microbatches=4),
 }
 
 

@@ -5,6 +5,7 @@ python tests/benchmarks/stalebench/run.py --page
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,11 +20,9 @@ from benchmarks.stalebench.plots import draw_curves, draw_differences
 from benchmarks.stalebench.summary import (
     MARGIN,
     TARGETS,
-    WORDS,
     Ratio,
     Row,
     Table,
-    count_verdicts,
     list_tables,
 )
 from readme import replaced
@@ -31,6 +30,7 @@ from readme_figures import conditions
 from record import HERE, read
 
 NAME, MEASURED = "stalebench", "stalebench_measured"
+RANKS = 4  # measured
 PAGE = Path(__file__).with_name("README.md")
 PICTURES = Path(__file__).with_name("images")
 QUOTING = (HERE / "RESULTS.md",)
@@ -88,36 +88,29 @@ def describe_coverage(figures: Mapping[str, Any], tables: list[Table]) -> str:
 
 
 def summarize(figures: Mapping[str, Any], tables: list[Table]) -> str:
-    """Return the verdicts of all methods over the complete cells."""
-    counts = count_verdicts(tables)
-    lines = [
-        f"| method | {' | '.join(WORDS)} | difference, % of a guess's loss |"
-        f" updates to the loss at {TARGETS[0]:.0%}, ratio |",
-        f"| --- | {'---: | ' * len(WORDS)}--- | --- |",
-    ]
-    for name, found in counts.items():
-        rows = [
-            (row, figures["tasks"][t.cell.task]["chance"])
-            for t in tables
-            if t.complete and (row := t.get(name)) is not None
-        ]
-        shares = [100 * row.difference.mean / chance for row, chance in rows if row.difference]
-        ratios = [each[0] for row, _ in rows if (each := row.updates[0])]
-        never = sum(row.updates[0] is None for row, _ in rows)
-        reached = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else ""
-        late = f"not all seeds reach it in {never}" if never else ""
-        lines.append(
-            f"| {METHODS[name].label} | {' | '.join(str(found[word]) for word in WORDS)}"
-            f" | {min(shares):+.1f} to {max(shares):+.1f}"
-            f" | {'; '.join(filter(None, (reached, late)))} |"
-        )
-    return "\n".join(lines)
+    """Return the verdict of each method in each cell."""
+    head = ["method", *(name_cell(table.cell) for table in tables)]
+    rows = []
+    for name, method in METHODS.items():
+        found = [_judge(table, name, figures) for table in tables]
+        if any(found) and not method.control:
+            rows.append([method.label, *found])
+    return _format(head, rows)
+
+
+def _judge(table: Table, method: str, figures: Mapping[str, Any]) -> str:
+    row = table.get(method)
+    if row is None or row.difference is None:
+        return ""
+    share = 100 * row.difference.mean / figures["tasks"][table.cell.task]["chance"]
+    verdict = f"**{row.verdict}**" if row.verdict in ("better", "worse") else row.verdict
+    return f"{verdict} {share:+.1f}"
 
 
 def tabulate_controls(tables: list[Table]) -> str:
     """Return what look-ahead and NAdam do to synchronous training."""
     lines = [
-        "| cell | control | test loss less synchronous | updates to the loss at 50%, ratio |",
+        "| cell | control | test loss less synchronous | updates to the loss at 50 %, ratio |",
         "| --- | --- | --- | --- |",
     ]
     for table in tables:
@@ -134,8 +127,8 @@ def tabulate_controls(tables: list[Table]) -> str:
 # -- one cell -------------------------------------------------------------------------------------
 
 
-def tabulate(table: Table, figures: Mapping[str, Any]) -> str:
-    """Return a cell as a section."""
+def tabulate(table: Table, figures: Mapping[str, Any], measured: Mapping[str, float]) -> str:
+    """Return a cell as a section. measured: the ratio of seconds of four processes by method."""
     task = figures["tasks"][table.cell.task]
     head = (
         "method", "staleness", "learning rate", "test loss", "less synchronous", "less its control",
@@ -149,15 +142,15 @@ def tabulate(table: Table, figures: Mapping[str, Any]) -> str:
     parts = [f"### {name_cell(table.cell)}", about]
     parts.append(_format(head, (_list_losses(row, table) for row in table.rows)))
     simulated = figures["simulated"][str(table.cell.stages)]
-    head = (
-        "method",
-        *(
-            text
-            for part in TARGETS
-            for text in (f"updates to the loss at {part:.0%}", "time, M = K", "M = 4 K")
-        ),
-    )
-    parts.append(_format(head, (_list_times(row, simulated) for row in table.rows)))
+    times = ["time, M = K", "M = 4 K", *(["measured"] if table.cell.stages == RANKS else [])]
+    targets = (f"updates to the loss at {100 * part:.0f} %" for part in TARGETS)
+    head = "method", *(text for target in targets for text in (target, *times))
+    factors = {
+        row.method: (*_list_factors(row.method, simulated), measured.get(row.method, math.nan))
+        for row in table.rows
+    }
+    rows = (_list_times(row, factors[row.method][: len(times)]) for row in table.rows)
+    parts.append(_format(head, rows))
     return "\n\n".join(parts)
 
 
@@ -190,16 +183,21 @@ def _show_ratio(ratio: Ratio) -> str:
     return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _list_times(row: Row, simulated: list[float]) -> Iterator[str]:
+def _list_factors(method: str, simulated: Sequence[float]) -> list[float]:
+    """Return the simulated seconds of an update over those of synchronous ones."""
+    *sync, unflushed = simulated
+    return [1.0 if METHODS[method].control else unflushed / each for each in sync]
+
+
+def _list_times(row: Row, factors: Sequence[float]) -> Iterator[str]:
     yield METHODS[row.method].label
     for updates, reached in zip(row.updates, row.reached, strict=True):
         if updates is None:
-            yield from (f"{reached} of {len(row.losses)} seeds reach it", "", "")
+            yield from (f"{reached} of {len(row.losses)} seeds reach it", *[""] * len(factors))
             continue
         yield "1" if row.method == SYNC else _show_ratio(updates)
-        for sync in simulated[:2]:
-            factor = 1.0 if METHODS[row.method].control else simulated[2] / sync
-            yield f"{updates[0] * factor:.2f}"
+        for factor in factors:
+            yield "" if math.isnan(factor) else f"{updates[0] * factor:.2f}"
 
 
 def tabulate_seconds(figures: Mapping[str, Any]) -> str:
@@ -240,7 +238,7 @@ def draw(figures: Mapping[str, Any], tables: list[Table]) -> dict[str, str]:
 def contents() -> dict[str, str]:
     """Return the generated blocks by name."""
     result = read(NAME)
-    figures = result["figures"]
+    figures, measured = result["figures"], read(MEASURED)["figures"]["over_sync"]
     tables = list(list_tables(figures))
     pictures = [f"![{name}](images/{name})" for name in draw(figures, tables)]
     made = f"Made by `{result['command']}`: {conditions(result)}."
@@ -249,7 +247,7 @@ def contents() -> dict[str, str]:
         "coverage": f"{describe_coverage(figures, tables)}\n\n{made}",
         "verdicts": summarize(figures, tables),
         "controls": tabulate_controls(tables),
-        "cells": "\n\n".join(tabulate(table, figures) for table in tables),
+        "cells": "\n\n".join(tabulate(table, figures, measured) for table in tables),
         "seconds": tabulate_seconds(figures),
         "pictures": "\n\n".join(pictures),
     }
