@@ -80,7 +80,7 @@ demo: $(STAMP)  ## plan, train and verify a small GPT-2 on 4 local processes
 		'  $(OUT)/report.html  timeline, memory, stages: open it in a browser'
 
 # The last one writes tables and outputs of README and pages from what the others kept.
-BENCHMARKS := module_check overhead split_backward recording pipelining gloo_threads asynchronous slow_links predicting learning saving recovery elastic events overlap local_transfers tensor_overhead zero data_parallel compiled_stages propagation_speed placement pipeline_speed large_models experts planner joint maxload_optima baselines startup communication accuracy profiling choice memory heterogeneous heterogeneous_measured queued compatibility readme
+BENCHMARKS := module_check overhead split_backward recording pipelining gloo_threads asynchronous slow_links predicting stalebench/measured stalebench/run saving recovery elastic events overlap local_transfers tensor_overhead zero data_parallel compiled_stages propagation_speed placement pipeline_speed large_models experts planner joint maxload_optima baselines startup communication accuracy profiling choice memory heterogeneous heterogeneous_measured queued compatibility readme
 bench: $(STAMP)  ## every figure that the README quotes
 	for name in $(BENCHMARKS); do echo "== $$name"; \
 		$(QUIET) $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
@@ -96,7 +96,8 @@ PAGES := notebooks schedule_pages cluster_pages asynchronous_pages delayed_quadr
 pages: $(STAMP)  ## write all generated parts of README, pages and pictures again
 	for name in $(PAGES); do $(QUIET) $(BIN)/python tests/support/$$name.py; done
 	cd tests/support && $(QUIET) $(CURDIR)/$(BIN)/python -m supported.page
-	for name in readme learning_page; do $(QUIET) $(BIN)/python tests/benchmarks/$$name.py; done
+	$(QUIET) $(BIN)/python tests/benchmarks/readme.py
+	$(QUIET) $(BIN)/python tests/benchmarks/stalebench/run.py --page
 
 # The site needs packages that nothing else does.
 docs: $(STAMP)  ## the documentation as a site: build/site/index.html

@@ -19,8 +19,9 @@ def summary() -> str:
         if (RESULTS / f"{name}.json").exists():
             result = read(name)
             machine = result["machine"]
-            machines.append(f"{machine['cores']} cores of {machine['cpu']}")
-            lines.append(f"| {what} | {figure(result['figures'])} | `{name}.py` |")
+            machines.append(f"{machine['cores']} cores of {machine['cpu'].partition(' @')[0]}")
+            script = result["command"].rpartition("tests/benchmarks/")[2]
+            lines.append(f"| {what} | {figure(result['figures'])} | `{script}` |")
     words = (
         f"All on shared CPUs ({'; '.join(sorted(set(machines)))}). One GPU: see below."
         f" Scripts are in `tests/benchmarks/`; more tables are in [benchmarks]({PAGE})."
@@ -115,6 +116,13 @@ def _kills(figures: Mapping[str, Any]) -> str:
     return f"**{figures['kills']}** kills, runs with different results: {different}"
 
 
+def _stalebench(figures: Mapping[str, Any]) -> str:
+    from benchmarks.stalebench.claims import claim_briefly
+    from benchmarks.stalebench.summary import list_tables
+
+    return claim_briefly(list(list_tables(figures)))
+
+
 def _own_loop(figures: Mapping[str, Any]) -> str:
     return f"**{figures['speed_up_over_two_threads']:.2f}** of its throughput"
 
@@ -131,6 +139,7 @@ ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tensor_overhead": ("a tensor-parallel step compared with DTensor, same blocks", _tensor),
     "slow_links": ("asynchronous pipeline compared with `DistributedDataParallel`, shaped links",
                    _slow_links),
+    "stalebench": ("test loss of asynchronous training compared with synchronous", _stalebench),
     "pipeline_speed": ("two CPU ranks compared with a plain loop on the same two cores",
                        _own_loop),
     "planner": ("plans of 70 G to 1 T parameters for 128 to 16,384 devices", _planner),

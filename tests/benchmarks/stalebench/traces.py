@@ -13,6 +13,7 @@ any language, can be compared with the traces. Everything is given by formulas:
   u_f = floor(max(0, t - (K - k)) / a) updates of the stage, its backward after
   u_b = floor((t - 1) / a).
 * The gradient of w_k takes h of the forward; that of h_(k-1) takes w_k of the backward.
+* A mode's name may end with another rule of prediction than "linear": "spectrain-v2+difference".
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ Pair = tuple[float, float]  # w and b of a stage
 DELAYED = ("2bw", "2bw-ef")  # They need as many microbatches per update as stages.
 MODES = (
     "flush", "lookahead", "stash", "vertical", "naive", "spectrain", "spectrain-v2", "pipeoptim",
-    "xpipe", "pipemare", *DELAYED,
+    "xpipe", "pipemare", *DELAYED, "nadam-stash", "spectrain-v2+difference",
+    "spectrain-v2+decaying",
 )  # fmt: skip
 
 
@@ -86,7 +88,8 @@ def read(mode: str, k: int, stages: int, a: int, t: int) -> Read:
         "pipemare": Read(u_f(k, t), 0, "corrected", gap=gap),
     }
     rows |= dict.fromkeys(DELAYED, Read(max(0, u_b(t) - 1)))
-    return rows[mode]
+    rows["nadam-stash"] = rows["stash"]
+    return rows[mode.partition("+")[0]]
 
 
 class Sgd(NamedTuple):
@@ -105,6 +108,12 @@ class Sgd(NamedTuple):
     def predict(self, w: float, state: tuple[float, ...], s: int) -> float:
         """Return the weight s updates later."""
         return w - s * self.rate * state[0] if state else w
+
+    def coast(self, w: float, state: tuple[float, ...], s: int) -> float:
+        """Return the weight after s updates with gradients of zero."""
+        if not state:
+            return w
+        return w - self.rate * state[0] * sum(self.momentum**i for i in range(1, s + 1))
 
 
 class AdamW(NamedTuple):
@@ -130,12 +139,50 @@ class AdamW(NamedTuple):
             return w
         return w * (1 - s * self.rate * self.decay) - s * self.rate * self._direction(*state)
 
+    def coast(self, w: float, state: tuple[float, ...], s: int) -> float:
+        """Return the weight after s updates with gradients of zero."""
+        for _ in range(s if state else 0):
+            w, state = self.update(w, 0.0, state, self.rate)
+        return w
+
     def _direction(self, m: float, v: float, n: float) -> float:
         root = math.sqrt(v) / math.sqrt(1 - self.beta2**n) + self.epsilon
         return m / (1 - self.beta1**n) / root
 
 
-OPTIMIZERS: dict[str, Sgd | AdamW] = {"sgd": Sgd(), "adamw": AdamW()}
+class NAdam(NamedTuple):
+    """Adam with Nesterov momentum, whose decay rises to beta1; for a mode that does not predict."""
+
+    rate: float = 0.01
+    beta1: float = 0.99
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    rise: float = 0.004
+
+    def update(
+        self, w: float, g: float, state: tuple[float, ...], rate: float
+    ) -> tuple[float, tuple[float, ...]]:
+        """Return the weight and the state after an update."""
+        m, v, n, product = state or (0.0, 0.0, 0.0, 1.0)
+        m, v, n = m + (g - m) * (1 - self.beta1), self.beta2 * v + (1 - self.beta2) * g * g, n + 1
+        mu, coming = self._momentum(n), self._momentum(n + 1)
+        product *= mu
+        root = math.sqrt(v / (1 - self.beta2**n)) + self.epsilon
+        step = g * (1 - mu) / (1 - product) + m * coming / (1 - product * coming)
+        return w - rate * step / root, (m, v, n, product)
+
+    def predict(self, w: float, state: tuple[float, ...], s: int) -> float:
+        """Not used."""
+        raise NotImplementedError
+
+    coast = predict
+
+    def _momentum(self, n: float) -> float:
+        return self.beta1 * (1 - 0.5 * 0.96 ** (n * self.rise))
+
+
+Optimizer = Sgd | AdamW | NAdam
+OPTIMIZERS: dict[str, Optimizer] = {"sgd": Sgd(), "adamw": AdamW(), "nadam": NAdam()}
 
 
 def trace(mode: str, stages: int, a: int, optimizer: str) -> dict[str, object]:
@@ -147,11 +194,12 @@ def trace(mode: str, stages: int, a: int, optimizer: str) -> dict[str, object]:
         sums, loss = [(0.0, 0.0)] * stages, 0.0
         for t in range(number * a + 1, number * a + a + 1):
             rows = [read(mode, k, stages, a, t) for k in every]
+            how = mode.partition("+")[2]
             forward = [
-                _predict(rule, kept[k][row.version], row.ahead) for k, row in enumerate(rows)
+                _predict(rule, kept[k], row.version, row.ahead, how) for k, row in enumerate(rows)
             ]
             backward = [
-                _find_backward(rule, kept[k], row, forward[k]) for k, row in enumerate(rows)
+                _find_backward(rule, kept[k], row, forward[k], how) for k, row in enumerate(rows)
             ]
             hidden = [math.sin(t)]
             for w, b in forward:
@@ -169,19 +217,27 @@ def trace(mode: str, stages: int, a: int, optimizer: str) -> dict[str, object]:
     return {"losses": losses, "weights": [list(mine[-1].weights) for mine in kept]}
 
 
-def _predict(rule: Sgd | AdamW, version: Version, s: int) -> Pair:
-    if not s:
+def _predict(rule: Optimizer, versions: list[Version], number: int, s: int, how: str) -> Pair:
+    version = versions[number]
+    if not s or not number:
         return version.weights
-    w, b = (rule.predict(x, y, s) for x, y in zip(version.weights, version.state, strict=True))
+    if how == "difference":
+        pairs = zip(version.weights, versions[number - 1].weights, strict=True)
+        w, b = (new + s * (new - old) for new, old in pairs)
+        return w, b
+    each = rule.coast if how == "decaying" else rule.predict
+    w, b = (each(x, y, s) for x, y in zip(version.weights, version.state, strict=True))
     return w, b
 
 
-def _find_backward(rule: Sgd | AdamW, versions: list[Version], row: Read, forward: Pair) -> Pair:
+def _find_backward(
+    rule: Optimizer, versions: list[Version], row: Read, forward: Pair, how: str
+) -> Pair:
     newest = versions[-1]
     if row.after == "same":
         return forward
     if row.after == "now":
-        return _predict(rule, newest, row.back)
+        return _predict(rule, versions, len(versions) - 1, row.back, how)
     if not row.gap or newest.moved is None:
         return newest.weights
     w, b = (x - row.gap * d for x, d in zip(newest.weights, newest.moved, strict=True))
@@ -194,7 +250,7 @@ def _find_gap(k: int, stages: int, a: int) -> int:
 
 
 def _update(
-    mode: str, rule: Sgd | AdamW, versions: list[Version], gradient: Pair, gap: int
+    mode: str, rule: Optimizer, versions: list[Version], gradient: Pair, gap: int
 ) -> Version:
     before, number = versions[-1], len(versions) - 1
     rate = rule.rate
@@ -224,7 +280,7 @@ def list_settings() -> Iterator[tuple[str, int, int, str]]:
     for mode in MODES:
         for stages in (2, 4, 8):
             for a in (stages,) if mode in DELAYED else (1, 2):
-                for optimizer in OPTIMIZERS:
+                for optimizer in ("nadam",) if mode == "nadam-stash" else ("sgd", "adamw"):
                     yield mode, stages, a, optimizer
 
 
