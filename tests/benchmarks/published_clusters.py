@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from fxpart.costmodels.efficiency import find_efficiency
 from published_facts import BEYOND, HOST_COPIES, NETWORKS, WITHOUT_PEERS, correct
 from published_memory import predict_bytes
 from published_models import complete_model
+from published_rows import read_row
 from published_run import PublishedRun, dtype_of
 from published_step import predict_seconds
 
@@ -71,10 +73,11 @@ def describe(row: dict[str, Any]) -> PublishedRun:
     Of a microbatch that is not printed the fastest power of two that fits in memory is taken, of
     recomputation the least. Raises ValueError where the row has something that is not known.
     """
-    row = correct(row)
+    row = correct(read_row(row))
     row |= {
         "model": complete_model(row["model"]),
         "gpus_per_host": int(row.get("gpus_per_host") or min(8, int(row["gpus"]))),
+        "layout": _complete_layout(row),
     }
     cluster = grid(Cluster, 2, 2, str(find_device(row["gpu"])))
     near = cluster.link("host0/gpu:0", "host0/gpu:1")
@@ -92,6 +95,13 @@ def describe(row: dict[str, Any]) -> PublishedRun:
     run = PublishedRun(row, device, near, far if several else None, key not in WITHOUT_PEERS)
     runs = [_recomputing(one) for one in _splits(run)]
     return runs[0] if len(runs) == 1 else min(runs, key=_rank)
+
+
+def _complete_layout(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the layout; GPUs that no other degree uses are data parallel."""
+    layout = row["layout"]
+    others = prod(int(layout.get(axis) or 1) for axis in ("tp", "cp", "pp"))
+    return {"dp": max(1, int(row["gpus"]) // others)} | layout
 
 
 def _rank(run: PublishedRun) -> tuple[bool, float]:
@@ -144,10 +154,7 @@ def _in_precision(device: Device, printed: str) -> Device:
 def _check(run: PublishedRun) -> None:
     """Raise ValueError where the layout, precision or schedule of a run has no meaning."""
     row = run.row
-    degrees = [run.degree(axis) for axis in AXES]
-    if min(degrees) < 1 or any(float(row[n]) <= 0 for n in ("sequence", "microbatch", "gpus")):
-        raise ValueError("a degree or a size is not positive")
-    dp, tp, cp, pp, ep = degrees
+    dp, tp, cp, pp, ep = (run.degree(axis) for axis in AXES)
     if dp * tp * cp * pp != int(row["gpus"]):
         raise ValueError("the degrees do not multiply to the number of GPUs")
     if pp > run.model["layers"]:
@@ -158,19 +165,24 @@ def _check(run: PublishedRun) -> None:
     _ = run.virtual
 
 
-def reason_to_skip(row: dict[str, Any]) -> str:
+def reason_to_skip(row: Any) -> str:
     """Return why a row cannot be predicted; "" if it can."""
+    found = find_run(row)
+    return found if isinstance(found, str) else ""
+
+
+def find_run(row: Any) -> PublishedRun | str:
+    """Return the run of a row, or why it cannot be predicted."""
     try:
-        return _reason(row)
+        return _find_run(correct(read_row(row)))
     except ValueError as known:
         return str(known)
     except (ArithmeticError, AttributeError, FxpartError, LookupError, TypeError) as unknown:
         return f"the row cannot be read: {type(unknown).__name__}"
 
 
-def _reason(row: dict[str, Any]) -> str:
-    row = correct(row)
-    if find_device(str(row["gpu"])) is None:
+def _find_run(row: dict[str, Any]) -> PublishedRun | str:
+    if find_device(row["gpu"]) is None:
         return f"no device data for {row['gpu']}"
     if row.get("use") == "incomplete":
         return "the layout is not known"
@@ -179,5 +191,4 @@ def _reason(row: dict[str, Any]) -> str:
         return "no step time is printed"
     if row.get("use") == "absolute" and row.get("anomaly"):
         return "anomaly of the source"
-    describe(row)
-    return BEYOND.get(row["id"], "")
+    return BEYOND.get(row["id"]) or describe(row)

@@ -43,6 +43,10 @@ LOSSES = {"mosaic": 4, "nemo": 6}
 # perf_recipes/_common.py of github.com/NVIDIA-NeMo/Megatron-Bridge, --grad-reduce-in-bf16 in
 # examples/llama of github.com/NVIDIA/Megatron-LM.
 GRADIENTS = {"nemo": 2}
+# Deviation of the logarithm of repeated measurements, by source: of runs on at least so many GPUs.
+# bigscience: 129, 217, 125 and 225 s on four days on 64 V100 (experiments/gpt2.md, which says that
+# all its results are within 40 %); 120.2 to 121.5 s on 384 A100.
+REPEATED = {"bigscience": {("V100-SXM2-32GB", 32): 0.28, ("A100-SXM4-80GB", 1): 0.005}}
 # Sources whose library runs as many microbatches as there are stages where none are given:
 # pipeline_parallel_microbatches of torchtitan's configuration at the end of 2024.
 AS_STAGES = ("torchtitan",)

@@ -28,7 +28,7 @@ def predict_bytes(run: PublishedRun) -> float:
         return _stage_bytes(run, layers, ends * (2 if model["kind"] == "llama" else 1), 1, True)
     spare, held = layers * pp - model["layers"], _in_flight(run)
     found = [_stage_bytes(run, layers - (spare > 0), ends, held, False)]
-    if "first rank" not in run.row["measured"].get("peak_memory_kind", ""):
+    if "first rank" not in str(run.row["measured"].get("peak_memory_kind")):
         found += [_stage_bytes(run, layers - (spare > 1), ends, 1, True)]
         if pp > 2:
             found += [_stage_bytes(run, layers, 0.0, _in_flight(run, 1), False)]

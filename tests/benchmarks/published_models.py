@@ -16,6 +16,7 @@ KINDS = ("gpt", "llama", "bert")
 GATED = ("llama",)  # kinds of models whose MLP has three matrices
 HEAD = 128  # elements of a head where neither heads nor their size are printed
 ROPE = 64  # elements of a key of latent attention that no rank compresses (DeepSeek-V2, V3)
+BERT = 30_522  # vocabulary of BERT, as all of its kind have it
 VOCABULARIES = (32_000, 262_144)  # least and most where the vocabulary follows from parameters
 
 # config.json of huggingface.co: openai/gpt-oss-120b and -20b, deepseek-ai/DeepSeek-V3 and -V2,
@@ -63,11 +64,12 @@ def complete_model(printed: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("the width of the MLP is not printed")
     if not model.get("heads") and not model.get("head_dim"):
         raise ValueError("the heads are not printed")
-    model.setdefault("heads", model["hidden"] // model.get("head_dim", HEAD) or 1)
+    model.setdefault("heads", max(1, model["hidden"] // int(model.get("head_dim", HEAD))))
     model.setdefault("head_dim", max(1, model["hidden"] // model["heads"]))
     model.setdefault("kv_heads", model["heads"])
-    if model["kind"] != "bert":
-        _vocabulary(model)
+    if model["kind"] == "bert":
+        model.setdefault("vocab", BERT)
+    _vocabulary(model)
     sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab")
     _require(model, *(size for size in sizes if size in model))
     return model

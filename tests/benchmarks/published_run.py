@@ -72,6 +72,7 @@ class PublishedRun:
     def schedule(self) -> ScheduleSpec:
         """Return fxpart's schedule; raise ValueError for one that it does not have."""
         printed = str(self.layout.get("schedule") or "1f1b").lower()
+        printed = printed if self.degree("pp") > 1 else "1f1b"
         name = next((name for word, name in NAMES.items() if word in printed), None)
         if name is None:
             raise ValueError(f"fxpart has no schedule {printed!r}")
@@ -82,7 +83,7 @@ class PublishedRun:
         """Return the stages of a rank; where they are not printed, two if the schedule has more."""
         least, most = self.schedule.stages_per_rank
         printed = int(self.layout.get("virtual") or least)
-        return max(1, int(min(max(least, printed), most))) if self.degree("pp") > 1 else 1
+        return max(1, int(min(max(least, printed), most)))
 
     @property
     def attention(self) -> str:
