@@ -1,4 +1,4 @@
-"""The ops that a mixture of experts stands for (:mod:`fxpart.collectives.experts`), to price them.
+"""The ops that a mixture of experts combines (:mod:`fxpart.collectives.experts`), to price them.
 
 As one op it would count its products alone: rows are copied to their experts and back, and what
 is computed between the products moves several times the bytes that the mixture reads and writes.

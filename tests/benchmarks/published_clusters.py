@@ -31,7 +31,8 @@ RECOMPUTED = ("none", "selective (elements)", "selective", "full")
 AXES = ("dp", "tp", "cp", "pp", "ep")
 # "8 HDR adapters of 200 Gbit/s a host", "1.6 Tb/s per node", "400 Gbit/s RDMA for each GPU".
 _RATE = re.compile(
-    r"(?:(?P<count>\d+)\s*(?:x\s*|(?:[A-Za-z][\w-]*\s+){1,4}of\s+))?(?P<rate>\d+(?:\.\d+)?)\s*"
+    r"(?:(?P<count>\d+)\s*(?:x\s*(?:[A-Za-z][\w-]*\s+){0,3}|(?:[A-Za-z][\w-]*\s+){1,4}of\s+))?"
+    r"(?P<rate>\d+(?:\.\d+)?)\s*"
     r"(?P<unit>[GT])(?P<bit>bit|bps|b|B)(?:/s|ps)?"
 )
 _EACH = re.compile(r"(?:each|per|a|/)\s*(?:GPU|device|accelerator)", re.IGNORECASE)

@@ -8,8 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 # Bytes/s between hosts for each GPU, where the source's network is not that of the device's preset.
-# bigscience: as its own all-reduces of 4 GB, 7 to 11 GB/s for a host of 4 V100 and 5.06 GB/s for a
-# host of 8 A100 (kernels.json).
+# bigscience: on V100 as its own all-reduces of 4 GB, 7 to 11 GB/s for 4 GPUs (kernels.json). On
+# A100 one ring of all ranks gets 5.06 GB/s of a host's four cards, but each GPU has a group of its
+# own: 512, 1,024, 1,536 and 2,048 samples take 35.77, 59.65, 83.11 and 107.12 s with 12 stages of
+# 4 tensor ranks and 8 replicas, microbatches of 2 (chronicles-prequel.md, "Batchsize Warmup"). Of
+# the 12.0 s that do not grow with the batch, 11 microbatches of fill are 8.2 s; in the others 6.7
+# GB of gradients are scattered and 6.7 GB of weights gathered. No such run is in the file.
 NETWORKS = {
     ("bigscience", "A100-SXM4-80GB"): 3.6e9,
     ("bigscience", "V100-SXM2-32GB"): 8.5e9 / 4,

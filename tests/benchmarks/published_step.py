@@ -246,6 +246,6 @@ def optimizer_seconds(
             found += owned * 92 / copy_bandwidth(run.device)
         else:
             found += owned * 28 / update_bandwidth(run.device)
-        if run.zero in (1, 2):
+        if run.zero == 1 or (run.zero == 2 and run.degree("pp") > 1):
             found += run.collective("all_gather", 2 * weights, group.replicas, group.stride)
     return found

@@ -48,10 +48,16 @@ def test_every_gpu_has_an_architecture() -> None:
         ("h100-nvl", 488.5e12),
         ("h100-pcie", 499.5e12),
         ("h100-sxm", 792.1e12),
+        ("mi300x", 668.4e12),
+        ("mi325x", 784.9e12),
+        ("mi355x", 1565e12),
     ],
 )
 def test_devices_of_little_power_reach_less(model: str, best: float) -> None:
-    """Best products of github.com/mag-/gpu_benchmark; those of a training step are slower."""
+    """Best products of mamf-finder (github.com/mag-/gpu_benchmark, AMD: ML Engineering).
+
+    Those of a training step are slower.
+    """
     (device,) = Cluster.parse(f"1x{model}").devices
     found = Roofline().op(linear(8192, 8192, 8192), device, False)
     assert 0.75 * best < found.flops / found.seconds < best

@@ -201,7 +201,7 @@ def test_llama_8b_block_in_symbols() -> None:
 
 
 def test_a_mixture_costs_what_its_ops_cost() -> None:
-    """As one op and as the ops that it stands for: seconds, bytes and FLOPs, both directions."""
+    """As one op and as the ops that it combines: seconds, bytes and FLOPs, both directions."""
     tokens, width, inner, number, chosen = 4096, 1024, 1024, 8, 2
     shapes = [(tokens, width), (tokens, chosen), (number, 2 * inner, width), (number, width, inner)]
     hidden, weights, up, down = (

@@ -157,6 +157,44 @@ def test_what_is_not_printed_is_chosen_by_memory(published) -> None:  # type: ig
     assert again.recompute != "none" and published.predict_bytes(again) <= again.device.memory
 
 
+def test_profiled_runs_without_profiles_say_why(published) -> None:  # type: ignore[no-untyped-def]
+    """A model, a GPU or a network of which the file has no measurement."""
+    place = {"gpu": "G", "tp": 1}
+    stage = {"layers": 2, "dp": 1, "replicas": [place]}
+    one = {"id": "a", "model": "M", "microbatch": 1, "global_batch": 2, "stages": [stage]}
+    times = {"embedding": [1, 1, 0], "block_median": [1, 2, 0], "head": [3, 4, 0], "layers": 4}
+    config = {"hidden_size": 8, "sequence_length": 8, "vocab_size": 8}
+    data = {
+        "models": {"M": config}, "network": {"all": {"inter": {}}},
+        "layers": {"M": {"G": {"1": {"1": times}}}},
+        "runs": [
+            one | {"measured_seconds": 24.0, "stages": [stage | {"layers": 4}]},
+            one, one | {"model": "N"}, {"id": "b"}, one | {"stages": [stage, stage]},
+        ],
+    }  # fmt: skip
+    found, skipped = published.predict_profiles(data)
+    assert found == [{"id": "a", "ratio": pytest.approx(1.25)}]  # 2 x (1 + 2 + 3 + 1 + 4 + 4) s
+    assert [text.partition(": ")[2] for text in skipped] == [
+        "its stages do not have the layers of the model", "no profile of N on 1 G",
+        "the run cannot be read: KeyError", "no network of G",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("printed", "model"),
+    [
+        ("A100-SXM4-80GB", "a100-sxm-80gb"), ("RTXA6000-48GB", "a6000"), ("P40-24GB", "p40"),
+        ("QuadroRTX8000-48GB", "quadro-rtx-8000"), ("RTX6000Ada-48GB", "rtx-6000-ada"),
+        ("H100", "h100-sxm"), ("V100-32GB", "v100-sxm2-32gb"), ("RTX2080Ti-11GB", "rtx-2080-ti"),
+        ("GB200 (one GPU)", "gb200"), ("MI250X (one die)", "mi250x"), ("Gaudi2", None),
+    ],
+)  # fmt: skip
+def test_printed_devices(published, printed: str, model: str | None) -> None:  # type: ignore[no-untyped-def]
+    from published_clusters import find_device
+
+    assert find_device(printed) == model
+
+
 @pytest.mark.parametrize(
     ("text", "each"),
     [
@@ -165,6 +203,7 @@ def test_what_is_not_printed_is_chosen_by_memory(published) -> None:  # type: ig
         ("H100: not printed; A100: 1600 Gbit/s a host, RoCE", 25e9),
         ("NVLink 600 GB/s; 4x100Gb/s per node", 6.25e9),
         ("25 GB/s per node", 3.125e9),
+        ("4x Slingshot 200 Gbit/s a host", 12.5e9),
         ("4 Omni-Path links a host", None),
         (None, None),
     ],
