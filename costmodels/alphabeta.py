@@ -28,6 +28,7 @@ class AlphaCosts:
     switch: float = 10e-6
 
 
+MESH = "mesh"  # kind of links within a host of which each pair of devices has its own
 RING = AlphaCosts()
 # NCCL 2.x src/graph/tuning.cc, protocol LL128 on Hopper and InfiniBand; up and down the tree.
 TREE = AlphaCosts(14e-6, 1.25e-6, 17e-6)
@@ -134,7 +135,22 @@ def reshard(source: str, target: str, size: float, links: tuple[Link, ...]) -> C
         return Cost(reduce_scatter(n, m, size, beta, alpha), share, source="alpha-beta")
     if kind == "all_gather":
         return Cost(all_gather(n, m, size, beta, alpha), share, source="alpha-beta")
+    if m > 1 and _has_device_links(links):
+        beta = _pairwise_seconds(n, m, links)
     return Cost(all_to_all(n, m, size, beta, alpha), share / n, source="alpha-beta")
+
+
+def _pairwise_seconds(n: int, m: int, links: tuple[Link, ...]) -> float:
+    """Return the seconds per byte that a rank on a GPU sends to the others of an all-to-all.
+
+    No piece is passed on. Of n - 1 pieces k - 1 stay on the host, for k = n / m ranks of a host;
+    the others leave over the rank's own card, or its part of the host's.
+    """
+    near = min(link.bandwidth for link in links if link.kind != "net") * _paths(n, m, links)
+    far = [link for link in links if link.kind == "net"]
+    each = min(link.bandwidth / (n / m if link.shared is True else 1) for link in far)
+    inside = n / m - 1
+    return max(inside / near, (n - 1 - inside) / each) / (n - 1)
 
 
 def _tree_latencies(ring: AlphaCosts) -> AlphaCosts:
@@ -162,12 +178,18 @@ def _ring_bandwidth(n: int, m: int, links: tuple[Link, ...]) -> float:
     k rings cross hosts at once, up to the bandwidth within a host. Not on CPUs, nor where the ranks
     of a host share a card.
     """
-    near = [link.bandwidth for link in links if link.kind != "net"]
+    near = [link.bandwidth * _paths(n, m, links) for link in links if link.kind != "net"]
     far = [link.bandwidth for link in links if link.kind == "net"]
     shared = any(link.kind == "net" and link.shared is True for link in links)
     if not far or shared or not _has_device_links(links):
         return min(*near, *far, inf, inf)
     return min(min(near), n / m * min(far))
+
+
+def _paths(n: int, m: int, links: tuple[Link, ...]) -> float:
+    """Return how many links within a host each rank uses at once: one to each peer of a mesh."""
+    mesh = all(link.kind in (MESH, "net") for link in links)
+    return max(1.0, n / m - 1) if mesh and _has_device_links(links) else 1.0
 
 
 def _direct(n: int, m: int, links: tuple[Link, ...]) -> float:

@@ -40,12 +40,17 @@ class Efficiency:
     memory: float
     normalization: float
     update: float
+    sustained: float = 1.0
 
     def arithmetic(self, op: OpSpec, dtype: str, backward: bool) -> float:
         """Return the fraction of the peak FLOP/s that the op reaches where arithmetic limits it.
 
-        FLOPs of a causal mask are counted in full, so that skipping half of them doubles it.
+        A device with little power reaches less of it than its architecture. FLOPs of a causal mask
+        are counted in full, so that skipping half of them doubles it.
         """
+        return self.sustained * self._architecture(op, dtype, backward)
+
+    def _architecture(self, op: OpSpec, dtype: str, backward: bool) -> float:
         if op_class(op) == "attention" and dtype not in _WIDE:
             found = self.attention_backward if backward else self.attention
             head = op.inputs[0].shape[-1]

@@ -14,6 +14,7 @@ from fxpart.costs import Cost, CostModel
 
 from . import communication
 from .efficiency import Efficiency, find_efficiency
+from .mixtures import list_parts
 from .op_work import FLOAT8, flops, is_free, is_known, traffic
 from .tensor_sizes import is_floating
 
@@ -48,6 +49,10 @@ class Roofline(CostModel):
 
     def op(self, op: OpSpec, device: Device, backward: bool) -> Cost:
         """Return the op's cost (with numeric shapes). Views are free, as are missing backwards."""
+        if parts := list_parts(op):
+            costs = [self.op(part, device, backward) for part in parts]
+            totals = (sum(c.seconds for c in costs), sum(c.bytes for c in costs))
+            return Cost(*totals, sum(c.flops for c in costs), SOURCE)
         moved = float(traffic(op, backward))
         if (backward and not op.gradients) or (is_free(op) and not moved):
             return Cost(0.0, source=SOURCE)

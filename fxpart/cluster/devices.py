@@ -82,11 +82,12 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A directed link between devices, hosts or "*" (any); the most specific link is used.
 
     latency: seconds before the first byte, software included. bandwidth: bytes/s. kind: "shm",
-    "nvlink", "net" (between hosts), ... origin: origin of the figures. shared: whether all devices
-    of a host share the bandwidth between hosts (one network card), or each device has its own.
-    segment: name of a resource that several links share (a PCIe switch, a network card); transfers
-    over links of one segment share its bandwidth. curve: measured (bytes, seconds) in ascending
-    order, which replace latency and bandwidth within their range. extra: unknown keys of a file.
+    "nvlink", "mesh" (each pair of a host's devices has its own), "net" (between hosts), ... origin:
+    origin of the figures. shared: whether all devices of a host share the bandwidth between hosts
+    (one network card), or each device has its own. segment: name of a resource that several links
+    share (a PCIe switch, a network card); transfers over links of one segment share its bandwidth.
+    curve: measured (bytes, seconds) in ascending order, which replace latency and bandwidth within
+    their range. extra: unknown keys of a file.
     """
 
     source: str

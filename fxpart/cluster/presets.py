@@ -145,7 +145,8 @@ def add_estimate(data: dict[str, Any]) -> None:
 def architecture_data(model: str) -> dict[str, Any] | None:
     """Return what GPUs of a model's architecture reach; None for CPUs and unknown models."""
     known = _estimates.get(model) or _all().get(model) or {}
-    return _architectures().get(known.get("architecture", ""))
+    found = _architectures().get(known.get("architecture", ""))
+    return None if found is None else found | {"sustained": known.get("sustained", 1.0)}
 
 
 @cache

@@ -3,6 +3,7 @@
     python tests/benchmarks/published.py                       (the files of ../shared/bench/gpu)
     python tests/benchmarks/published.py --runs FILE ... --json
     python tests/benchmarks/published.py --leave-one-out       (fits without each source; minutes)
+    python tests/benchmarks/published.py --microbatches        (chosen beside printed ones)
 
 Each run's operators are priced by fxpart's cost model from data sheets and the efficiencies of the
 device's architecture, and composed by the run's layout: nothing is fitted per run. Files of layer
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from math import exp
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from record import ROOT
@@ -26,10 +29,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import published_fit as fits  # noqa: E402
 import published_profiles as profiles  # noqa: E402
-from published_clusters import describe, reason_to_skip  # noqa: E402
+from published_clusters import find_run, reason_to_skip  # noqa: E402
+from published_facts import REPEATED  # noqa: E402
 from published_memory import predict_bytes  # noqa: E402
 from published_step import model_flops, predict_seconds  # noqa: E402
 
+DRAWS = 200  # of repeated measurements
 DEFAULT = ROOT.parent / "shared" / "bench" / "gpu"
 
 
@@ -40,26 +45,35 @@ def default_files() -> list[Path]:
     return [folder / name for name in ("published_runs.json", "sailor.json")]
 
 
+def default_profiles() -> dict[str, Any]:
+    """Return the profiles of layers and networks for files that have runs only."""
+    path = default_files()[-1]
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
 def predict_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the predictions of the rows that can be expressed, and the others with the reason."""
     found, skipped = [], []
     for row in rows:
-        why = reason_to_skip(row)
-        if why:
-            skipped.append(f"{row['id']}: {why}")
+        run = find_run(row)
+        if isinstance(run, str):
+            name = row.get("id") if isinstance(row, dict) else None
+            skipped.append(f"{name}: {run}")
             continue
-        run = describe(row)
         seconds, memory = predict_seconds(run), predict_bytes(run)
-        printed = row["measured"].get("peak_memory_bytes")
+        published = run.row["measured"]["step_seconds"]
+        printed = run.row["measured"].get("peak_memory_bytes")
         found.append(
             {
-                "id": row["id"],
-                "source": row["source"],
-                "use": row["use"],
+                "id": run.row["id"],
+                "source": run.row["source"],
+                "use": run.row.get("use", "absolute"),
+                "gpu": run.row["gpu"],
+                "gpus": run.row["gpus"],
                 "seconds": seconds,
-                "ratio": seconds / row["measured"]["step_seconds"],
-                "published": row["measured"]["step_seconds"],
-                "mfu": model_flops(run) / seconds / row["gpus"] / run.peak,
+                "ratio": seconds / published,
+                "published": published,
+                "mfu": model_flops(run) / seconds / run.row["gpus"] / run.peak,
                 "bytes": memory,
                 "memory_ratio": memory / printed if printed else None,
                 "refused": memory > run.device.memory,
@@ -68,16 +82,16 @@ def predict_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
     return found, skipped
 
 
-def predict_profiles(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the predictions of runs from their layers' profiles."""
-    return [
-        {
-            "id": run["id"],
-            "ratio": profiles.predict(run, data) / run["measured_seconds"],
-        }
-        for run in data["runs"]
-        if not profiles.reason_to_skip(run)
-    ]
+def predict_profiles(data: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return predictions from the profiles of layers, and the runs without one with the reason."""
+    found, skipped = [], []
+    for run in data["runs"]:
+        if why := profiles.reason_to_skip(run, data):
+            skipped.append(f"{run.get('id')}: {why}")
+        else:
+            ratio = profiles.predict(run, data) / run["measured_seconds"]
+            found.append({"id": run["id"], "ratio": ratio})
+    return found, skipped
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -143,6 +157,24 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def repeated_rank(rows: Sequence[dict[str, Any]], source: str) -> float:
+    """Return the rank correlation to expect between two measurements of a source's runs."""
+    spreads = REPEATED[source]
+    drawn = random.Random(0)
+    times, deviations = [], []
+    for row in rows:
+        if row["source"] == source and row["use"] == "absolute":
+            fits = [s for (gpu, least), s in spreads.items() if row["gpu"] == gpu
+                    and row["gpus"] >= least]  # fmt: skip
+            times.append(row["published"])
+            deviations.append(max(fits, default=0.0))
+    found = []
+    for _ in range(DRAWS):
+        again = [t * exp(drawn.gauss(0, d)) for t, d in zip(times, deviations, strict=True)]
+        found.append(rank_correlation(times, again))
+    return fmean(found)
+
+
 def left_out_lines(rows: Sequence[dict[str, Any]], as_json: bool) -> list[str]:
     """Return a table of the fits that leave out one source, or one line of JSON."""
     usable = [row for row in rows if row["use"] == "absolute" and not reason_to_skip(row)]
@@ -159,6 +191,24 @@ def left_out_lines(rows: Sequence[dict[str, Any]], as_json: bool) -> list[str]:
     return [*lines, json.dumps(found[0]["values"])]
 
 
+def microbatch_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return how the microbatches that would be chosen compare with those that rows print."""
+    same, changes = 0, []
+    for row in rows:
+        printed = find_run(row)
+        if isinstance(printed, str) or not row.get("microbatch") or row.get("use") != "absolute":
+            continue
+        chosen = find_run(row | {"microbatch": None, "microbatches": None})
+        if isinstance(chosen, str):
+            continue
+        same += chosen.row["microbatch"] == printed.row["microbatch"]
+        changes.append(abs(predict_seconds(chosen) / predict_seconds(printed) - 1))
+    return [
+        f"{same} of {len(changes)} printed microbatches are chosen; predicted step times differ by "
+        f"{median(changes):.1%} in the median, 90 % of them by at most {quantile(changes, 0.9):.1%}"
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables, or one line of JSON."""
     parser = argparse.ArgumentParser(
@@ -169,6 +219,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", action="store_true", help="print every run")
     parser.add_argument(
         "--leave-one-out", action="store_true", help="fit the efficiencies without each source"
+    )
+    parser.add_argument(
+        "--microbatches", action="store_true", help="compare chosen microbatches with printed ones"
     )
     options = parser.parse_args(arguments)
     files = options.runs or default_files()
@@ -181,9 +234,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.leave_one_out:
         sys.stdout.write("\n".join(left_out_lines(rows, options.json)) + "\n")
         return 0
+    if options.microbatches:
+        sys.stdout.write("\n".join(microbatch_lines(rows)) + "\n")
+        return 0
     found, skipped = predict_rows(rows)
-    profiled = [row for document in documents if "runs" in document
-                for row in predict_profiles(document)]  # fmt: skip
+    profiled: list[dict[str, Any]] = []
+    for document in documents:
+        if "runs" in document:
+            more, without = predict_profiles(default_profiles() | document)
+            profiled, skipped = profiled + more, skipped + without
     figures = summarize(found)
     if profiled:
         errors = [abs(row["ratio"] - 1) for row in profiled]
@@ -196,6 +255,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(json.dumps(figures) + "\n")
         return 0
     lines = table(found)
+    lines += [
+        f"{source}: rank correlation {repeated_rank(found, source):.2f} of two measurements"
+        for source in REPEATED
+        if any(row["source"] == source for row in found)
+    ]
     if options.rows:
         lines += [
             f"{row['id']}: {row['seconds']:.4g} s, {row['ratio']:.2f} of published, MFU "

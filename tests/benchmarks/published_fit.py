@@ -18,7 +18,8 @@ from unittest.mock import patch
 
 from fxpart.costmodels import efficiency
 from published_clusters import describe
-from published_step import PublishedRun, predict_seconds
+from published_run import PublishedRun
+from published_step import predict_seconds
 
 from fxpart.cluster.presets import device_data
 

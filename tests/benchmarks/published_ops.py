@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from fxpart.costmodels.mixtures import list_parts
+from published_models import GATED, ROPE
 
 from fxpart.costs import OpSpec, TensorSpec
 
-GATED = ("llama",)  # kinds of models whose MLP has three matrices
+GROUPED = "fxpart.grouped_product"  # name of the products of all experts of a rank
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,11 @@ class BlockShape:
     rows: tokens. hidden: of the model. ffn, heads, kv_heads: of the rank. linear: dtype of the
     matrix products, which is float8 where only they are quantized. shard: ranks that divide the
     rows outside of attention and MLP (sequence parallelism). plain: scale, mask and transposed
-    heads are kernels of their own.
+    heads are kernels of their own. value: elements of a head of the values, if not ``head``.
+    ranks: of latent attention's queries and keys.
+
+    experts: on the rank; of all ``whole`` experts a token uses ``chosen``, each of ``width``, and
+    ``capacity`` times an even share of rows is computed. ffn is then the width of shared experts.
     """
 
     samples: int
@@ -40,6 +47,18 @@ class BlockShape:
     wide: bool = False
     delayed_scaling: bool = False
     plain: bool = False
+    value: int = 0
+    ranks: tuple[int, int] = (0, 0)
+    experts: int = 0
+    whole: int = 0
+    chosen: int = 0
+    width: int = 0
+    capacity: float = 1.0
+
+    @property
+    def values(self) -> int:
+        """Return the elements of a head of the values."""
+        return self.value or self.head
 
     @property
     def rows(self) -> int:
@@ -77,15 +96,18 @@ def attention(s: BlockShape) -> list[OpSpec]:
     """Return fused attention, or its products with scale, mask, softmax and dropout between."""
     q = TensorSpec((s.samples, s.heads, s.queries, s.head), s.dtype)
     k = TensorSpec((s.samples, s.kv_heads, s.keys, s.head), s.dtype)
+    v = TensorSpec((s.samples, s.kv_heads, s.keys, s.values), s.dtype)
     if s.fused_attention:
         name = "scaled_dot_product_attention.default"
-        return [op(name, [q, k, k], q, 3, is_causal=s.causal, generation=s.generation)]
+        out = TensorSpec((*q.shape[:3], s.values), s.dtype)
+        return [op(name, [q, k, v], out, 3, is_causal=s.causal, generation=s.generation)]
     batch = s.samples * s.heads
     flat = TensorSpec((batch, s.queries, s.head), s.dtype)
     turned = TensorSpec((batch, s.head, s.keys), s.dtype)
     scores = TensorSpec((batch, s.queries, s.keys), s.dtype)
     high = TensorSpec(scores.shape, "float32" if s.wide else s.dtype)
-    values = TensorSpec((batch, s.keys, s.head), s.dtype)
+    values = TensorSpec((batch, s.keys, s.values), s.dtype)
+    result = TensorSpec((batch, s.queries, s.values), s.dtype)
     found = [op("bmm.default", [flat, turned], scores, 2)]
     if s.plain:
         heads = TensorSpec((s.rows, s.heads * s.head), s.dtype)
@@ -96,21 +118,64 @@ def attention(s: BlockShape) -> list[OpSpec]:
     found += [op("_softmax.default", [high], high)]
     if s.dropout:
         found += [op("native_dropout.default", [scores], scores)]
-    return [*found, op("bmm.default", [scores, values], flat, 2)]
+    return [*found, op("bmm.default", [scores, values], result, 2)]
+
+
+def projections(s: BlockShape) -> list[OpSpec]:
+    """Return the linear layers of attention; latent attention has two for queries and for keys."""
+    inner = s.heads * s.values
+    if not s.ranks[1]:
+        qkv = s.heads * s.head + s.kv_heads * (s.head + s.values)
+        found = [linear(s.rows, s.hidden, qkv, s.linear)]
+    else:
+        first, second = s.ranks
+        queries = s.heads * s.head
+        found = [linear(s.rows, s.hidden, first + second + ROPE, s.linear)]
+        found += [linear(s.rows, first or s.hidden, queries, s.linear)]
+        found += [linear(s.rows, second, s.heads * (s.head - ROPE + s.values), s.linear)]
+    return [*found, linear(s.rows, inner, s.hidden, s.linear)]
 
 
 def products(s: BlockShape) -> list[OpSpec]:
-    """Return the linear layers of a block."""
-    qkv = (s.heads + 2 * s.kv_heads) * s.head
+    """Return the linear layers of a block; without those of its experts."""
+    found = projections(s)
+    if not s.ffn:
+        return found
     gates = 2 if s.kind in GATED else 1
-    found = [
-        linear(s.rows, s.hidden, qkv, s.linear),
-        linear(s.rows, s.heads * s.head, s.hidden, s.linear),
-        linear(s.rows, s.ffn, s.hidden, s.linear),
-    ]
+    found.append(linear(s.rows, s.ffn, s.hidden, s.linear))
     if s.fused:
         return [*found, linear(s.rows, s.hidden, gates * s.ffn, s.linear)]
     return found + [linear(s.rows, s.hidden, s.ffn, s.linear)] * gates
+
+
+def experts(s: BlockShape) -> list[OpSpec]:
+    """Return the router's ops and those of fxpart's mixture of experts; [] without experts.
+
+    As many rows come from other ranks as are sent to them. In 8 bits only products are.
+    """
+    if not s.experts:
+        return []
+    rows = max(1, round(s.rows * s.capacity))
+    gates = 2 if s.kind in GATED else 1
+    hidden, index = (TensorSpec((rows, n), s.dtype) for n in (s.hidden, s.chosen))
+    up = TensorSpec((s.experts, gates * s.width, s.hidden), s.dtype)
+    down = TensorSpec((s.experts, s.hidden, s.width), s.dtype)
+    scores = TensorSpec((s.rows, s.whole), "float32")
+    picked = TensorSpec((s.rows, s.chosen), "float32")
+    mixture = OpSpec("fxpart.experts.default", (hidden, index, index, up, down), (hidden,), (), 5)
+    return [
+        linear(s.rows, s.hidden, s.whole, s.dtype),
+        op("_softmax.default", [scores], scores),
+        op("topk.default", [scores], picked),
+        *(_in_precision(part, s.linear) for part in list_parts(mixture)),
+    ]
+
+
+def _in_precision(part: OpSpec, dtype: str) -> OpSpec:
+    """Return a product with operands of this dtype, any other op as it is."""
+    if not part.name.startswith(GROUPED):
+        return part
+    return replace(part, inputs=tuple(replace(t, dtype=dtype) for t in part.inputs))
 
 
 def quantizations(s: BlockShape) -> list[OpSpec]:
@@ -122,9 +187,10 @@ def quantizations(s: BlockShape) -> list[OpSpec]:
     if not s.linear.startswith("float8"):
         return []
     found = []
-    for product in products(s):
-        x, weight = (TensorSpec(t.shape, s.dtype) for t in product.inputs)
-        y, other = (TensorSpec(t.shape, s.linear) for t in product.inputs)
+    grouped = [part for part in experts(s) if part.name.startswith(GROUPED)]
+    for product in products(s) + grouped:
+        x, weight = (TensorSpec(t.shape, s.dtype) for t in product.inputs[:2])
+        y, other = (TensorSpec(t.shape, s.linear) for t in product.inputs[:2])
         if s.delayed_scaling:
             found.append(op("abs.default", [x], y))
         else:
@@ -155,9 +221,10 @@ def elements(s: BlockShape) -> list[OpSpec]:
         found += [op("abs.default", [narrow], high), op("abs.default", [high], narrow)] * 2
     heads = (s.heads + s.kv_heads) * s.head
     if s.kind in GATED:
-        found += [elementwise(s.rows, s.ffn, s.dtype, 2)] * (1 if s.fused else 2)
+        if s.ffn:
+            found += [elementwise(s.rows, s.ffn, s.dtype, 2)] * (1 if s.fused else 2)
         found += [elementwise(s.rows, heads, s.dtype, 1)] * (1 if s.fused else 4)
-    else:
+    elif s.ffn:
         found += [elementwise(s.rows, s.ffn, s.dtype, 1, "gelu.default")]
     found += [elementwise(rows, s.hidden, dtype, 2)] * 2
     if s.dropout:

@@ -29,12 +29,37 @@ class Network:
         return list(table[fits[0]])
 
 
-def reason_to_skip(run: dict[str, Any]) -> str:
+def reason_to_skip(run: dict[str, Any], data: dict[str, Any]) -> str:
     """Return why a run cannot be predicted; "" if it can."""
-    kinds = {at["gpu"] for stage in run["stages"] for at in stage["replicas"]}
+    try:
+        return _reason(run, data)
+    except (AttributeError, LookupError, TypeError, ValueError) as unknown:
+        return f"the run cannot be read: {type(unknown).__name__}"
+
+
+def _reason(run: dict[str, Any], data: dict[str, Any]) -> str:
+    places = [at for stage in run["stages"] for at in stage["replicas"]]
+    kinds = {at["gpu"] for at in places}
     if run["model"] == "GPT-Neo-2.7" and "GH-96" in kinds:
         return "its profile is a copy of another model's (anomaly a of the file)"
+    if sum(stage["layers"] for stage in run["stages"]) != _layers(run, data):
+        return "its stages do not have the layers of the model"
+    if len({stage["dp"] for stage in run["stages"]}) > 1:
+        return "its stages have unequal numbers of replicas"
+    for at in places:
+        sizes = data["layers"].get(run["model"], {}).get(at["gpu"], {})
+        if not any(int(n) >= run["microbatch"] and str(at["tp"]) in t for n, t in sizes.items()):
+            return f"no profile of {run['model']} on {at['tp']} {at['gpu']}"
+        if len(places) > 1 and not data["network"]["all"]["inter"].get(at["gpu"]):
+            return f"no network of {at['gpu']}"
     return ""
+
+
+def _layers(run: dict[str, Any], data: dict[str, Any]) -> int:
+    """Return the layers of a model with its embedding and head."""
+    tables = data["layers"].get(run["model"], {}).values()
+    found = [one["layers"] for sizes in tables for t in sizes.values() for one in t.values()]
+    return max(found, default=sum(stage["layers"] for stage in run["stages"]))
 
 
 def predict(run: dict[str, Any], data: dict[str, Any]) -> float:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpart.cluster.devices import Link
+from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 MIB = 1 << 20
@@ -186,6 +187,28 @@ def test_links_between_hosts_count_as_such() -> None:
 def test_small_all_reduce_of_two_hosts() -> None:
     """16 ranks on 2 hosts took 47 us for 512 bytes (NCCL issue 1244, 16 H20 and 16 ConnectX-7)."""
     assert ab.tree_all_reduce(16, 2, 512, beta(400)) == pytest.approx(47e-6, rel=0.05)
+
+
+@pytest.mark.parametrize(("hosts", "published"), [(2, 90e9), (4, 61e9)])
+def test_rows_of_experts_between_hosts(hosts: int, published: float) -> None:
+    """DeepEP with 8 H100 a host: 8,192 rows to 8 experts each, of 7,168 elements of 8 bits."""
+    cluster = Cluster.parse(f"{hosts}x8xh100")
+    near, far = (cluster.link("host0/gpu:0", f"host{h}/gpu:1") for h in (0, 1))
+    size, ranks = 8192.0 * 8 * 7168, 8 * hosts
+    links = (near,) * (ranks - hosts) + (far,) * hosts
+    took = ab.reshard("shard(0)", "shard(1)", size * ranks, links).seconds
+    assert size / took == pytest.approx(published, rel=0.05)
+    shared = tuple(msgspec.structs.replace(x, shared=True) if x.kind == "net" else x for x in links)
+    assert ab.reshard("shard(0)", "shard(1)", size * ranks, shared).seconds > 7 * took
+
+
+@pytest.mark.parametrize(("ranks", "published"), [(2, 47.7e9), (8, 312.9e9)])
+def test_each_pair_of_a_mesh_has_a_link(ranks: int, published: float) -> None:
+    """All-reduce of 4 GiB on MI300X, bus bandwidth (ML Engineering)."""
+    links = (Cluster.parse("8xmi300x").link("host0/gpu:0", "host0/gpu:1"),) * ranks
+    took = ab.reshard("partial", "replicate", 4 * 1024 * MIB, links).seconds
+    bus = 2 * (ranks - 1) / ranks * 4 * 1024 * MIB / took
+    assert bus == pytest.approx(published, rel=0.1)
 
 
 def test_unknown_placement() -> None:

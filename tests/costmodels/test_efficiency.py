@@ -35,6 +35,34 @@ def test_every_gpu_has_an_architecture() -> None:
     assert find_efficiency("cpu") is None and find_efficiency("unheard-of") is None
 
 
+@pytest.mark.parametrize(
+    ("model", "best"),
+    [
+        ("l4", 91.4e12),
+        ("l40", 170.3e12),
+        ("l40s", 252e12),
+        ("rtx-6000-ada", 278.5e12),
+        ("rtx-4090", 178.5e12),
+        ("a100-pcie-80gb", 256.4e12),
+        ("a100-sxm-80gb", 267.9e12),
+        ("h100-nvl", 488.5e12),
+        ("h100-pcie", 499.5e12),
+        ("h100-sxm", 792.1e12),
+        ("mi300x", 668.4e12),
+        ("mi325x", 784.9e12),
+        ("mi355x", 1565e12),
+    ],
+)
+def test_devices_of_little_power_reach_less(model: str, best: float) -> None:
+    """Best products of mamf-finder (github.com/mag-/gpu_benchmark, AMD: ML Engineering).
+
+    Those of a training step are slower.
+    """
+    (device,) = Cluster.parse(f"1x{model}").devices
+    found = Roofline().op(linear(8192, 8192, 8192), device, False)
+    assert 0.75 * best < found.flops / found.seconds < best
+
+
 def test_device_without_data_file_keeps_the_plain_roofline() -> None:
     device = msgspec.structs.replace(H100, model="card")
     plain = 2 * 8192**3 / 989.4e12 + device.launch

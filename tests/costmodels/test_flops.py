@@ -11,9 +11,12 @@ import sympy
 import torch
 import torch.nn.functional as F
 from fxpart.costmodels.op_work import flops
+from fxpart.costmodels.roofline import Roofline
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxpart.cluster.model import Cluster
+from fxpart.collectives.experts import experts
 from fxpart.compiler import KEY, NodeAnnotation
 from fxpart.compiler.tensor_sizes import tensors as tensors_of
 from fxpart.costs import OpSpec, TensorSpec
@@ -196,3 +199,31 @@ def test_llama_8b_block_in_symbols() -> None:
     qkvo = [linear(4096, 4096), linear(1024, 4096), linear(1024, 4096), linear(4096, 4096)]
     total = sum(flops(op) for op in (*qkvo, *mlp, attention))
     assert sympy.expand(total) == 16384 * b * s**2 + 436207616 * b * s
+
+
+def test_a_mixture_costs_what_its_ops_cost() -> None:
+    """As one op and as the ops that it combines: seconds, bytes and FLOPs, both directions."""
+    tokens, width, inner, number, chosen = 4096, 1024, 1024, 8, 2
+    shapes = [(tokens, width), (tokens, chosen), (number, 2 * inner, width), (number, width, inner)]
+    hidden, weights, up, down = (
+        torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes
+    )
+    index = torch.zeros(tokens, chosen, dtype=torch.int64)
+    body = "silu.default %0; mul.Tensor %2 %1"
+    call = partial(
+        experts, up_bias=None, down_bias=None, body=body, parts="halves", plain=False,
+        product="loop",
+    )  # fmt: skip
+    tensors = (hidden, index, weights, up, down)
+    specs = tuple(TensorSpec(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in tensors)
+    whole = OpSpec("fxpart.experts.default", specs, specs[:1], (("7", body),), 4, (0, 2, 3, 4))
+    (device,) = Cluster.parse("1xh100").devices
+    model = Roofline()
+    for backward in (False, True):
+        parts = [model.op(op, device, backward) for op in ops_of(call, *tensors)]
+        cost = model.op(whole, device, backward)
+        assert cost.flops == sum(part.flops for part in parts) == flops(whole, backward)
+        assert cost.bytes == pytest.approx(sum(part.bytes for part in parts), rel=0.01)
+        assert cost.seconds == pytest.approx(sum(part.seconds for part in parts), rel=0.02)
+        apart = model.op(replace(whole, gradients=0, gradient_inputs=()), device, backward)
+        assert apart.seconds == (0 if backward else cost.seconds)
