@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("passes", "costmodels", "codegen"),
     ("pricing", "runtime", "training"),
     ("planner", "verification", "profiling", "elastic", "interop"),
-    ("api", "compiled_program", "emulator", "report", "integrations", "cli", "__main__"),
+    ("api", "emulator", "report", "integrations", "cli", "__main__"),
 )
 ROOT_MODULES = 12
 LONGEST_FUNCTION = 60  # lines without the docstring
