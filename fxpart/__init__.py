@@ -16,11 +16,10 @@ from fxpart._version import __version__
 if TYPE_CHECKING:
     from fxpart import capture
     from fxpart.annotations import annotate
-    from fxpart.api import compile, propose
+    from fxpart.api import Program, compile, propose
     from fxpart.capture.workload import Workload
     from fxpart.cluster.devices import Device, Link
     from fxpart.cluster.model import Cluster
-    from fxpart.compiled_program import Program
     from fxpart.costmodels import register_cost_model
     from fxpart.errors import FxpartError, Problem
     from fxpart.passes.rules import register_op_rule
@@ -41,7 +40,7 @@ _LAZY = {
     "Link": "fxpart.cluster",
     "Plan": "fxpart.plan",
     "Problem": "fxpart.errors",
-    "Program": "fxpart.compiled_program",
+    "Program": "fxpart.api",
     "Workload": "fxpart.capture.workload",
     "annotate": "fxpart.annotations",
     "capture": "",  # the package itself: fxpart.capture.capture(model)

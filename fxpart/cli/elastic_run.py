@@ -40,7 +40,7 @@ from fxpart.files import read_bytes
 from fxpart.plan.model import Plan
 
 if TYPE_CHECKING:
-    from fxpart.compiled_program import Program
+    from fxpart.api import Program
     from fxpart.costs import CostModel
 
 Constraints = Mapping[str, int | float | str | bool]

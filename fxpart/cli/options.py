@@ -18,10 +18,9 @@ from fxpart.planner.execution_mode import WEIGHTS
 from fxpart.schedule.weight_modes import MODES
 
 if TYPE_CHECKING:
-    from fxpart.api import PlanProposal
+    from fxpart.api import PlanProposal, Program
     from fxpart.capture.workload import Workload
     from fxpart.checkpoint.signature import SigningKey
-    from fxpart.compiled_program import Program
     from fxpart.plan.model import Plan
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -39,8 +39,8 @@ from fxpart.schedule.spec import SCHEDULES
 from fxpart.schedule.weight_modes import MODES, weight_mode
 
 if TYPE_CHECKING:
+    from fxpart.api import Program
     from fxpart.capture.workload import Workload
-    from fxpart.compiled_program import Program
     from fxpart.plan.model import Plan
 
 # Of options that are on or off: the trainer's name, and the command line's.

@@ -18,7 +18,7 @@ from fxpart.plan.prediction import RankPrediction, busy_by_rank
 from fxpart.planner.prediction.plan_timeline import plan_steps
 
 if TYPE_CHECKING:
-    from fxpart.compiled_program import Program
+    from fxpart.api import Program
     from fxpart.costs import CostModel
 
 SLOW = 1.25  # slowdown below which a device counts as unchanged

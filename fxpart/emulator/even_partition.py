@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from fxpart.api import Program
 from fxpart.cluster.model import Cluster
 from fxpart.codegen.generated_program import fields_of
-from fxpart.compiled_program import Program
 from fxpart.costmodels import AUTO
 from fxpart.errors import FxpartError, error
 from fxpart.planner.device_assignment import StageAssignment

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpart.api import Program
 from fxpart.api import compile as compile_program
-from fxpart.compiled_program import Program
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.runtime.trainer import Trainer
 

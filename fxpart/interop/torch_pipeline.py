@@ -45,7 +45,7 @@ from fxpart.runtime.transport.process_group import connect
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-    from fxpart.compiled_program import Program
+    from fxpart.api import Program
 
 
 class PipelineStages(Sequence[Any]):
@@ -220,7 +220,7 @@ def pipeline_stages(
     weights: Any = None,
     group: Any = None,
 ) -> PipelineStages:
-    """Implement :meth:`fxpart.Program.to_pipeline_stages`."""
+    """Implement :meth:`fxpart.api.Program.to_pipeline_stages`."""
     plan, spec = program.plan, program.spec
     boundaries(spec)
     check_division(program, microbatches)

@@ -20,8 +20,8 @@ from fxpart.runtime.state.module_constants import ModuleConstants
 from fxpart.training.evaluation import place_on_training_stages, register_constants
 
 if TYPE_CHECKING:
+    from fxpart.api import Program
     from fxpart.capture import CapturedModel
-    from fxpart.compiled_program import Program
 
 ATEN = torch.ops.aten
 _INLINE = "drop_asserts,inline_regions"

@@ -31,8 +31,8 @@ from fxpart.runtime.state.module_constants import ModuleConstants
 from fxpart.runtime.state.shard_layout import make_state_slicer
 
 if TYPE_CHECKING:
+    from fxpart.api import Program
     from fxpart.capture import CapturedModel
-    from fxpart.compiled_program import Program
 
 
 def build_evaluation_stages(

@@ -41,7 +41,7 @@ from fxpart.schedule.spec import ASYNC, DEFAULT_SCHEDULE, SCHEDULES
 from fxpart.schedule.weight_modes import FLUSH, MODES, SPECTRAIN, WeightMode, weight_mode
 
 if TYPE_CHECKING:
-    from fxpart.compiled_program import Program
+    from fxpart.api import Program
 
 
 _FROM_PLAN = frozenset(("microbatches", "schedule"))
@@ -57,7 +57,7 @@ def make_trainer(
     strict: bool = True,
     **options: Any,
 ) -> Trainer:
-    """Return the trainer of :meth:`fxpart.Program.trainer`.
+    """Return the trainer of :meth:`fxpart.api.Program.trainer`.
 
     weights: their source. weight_mode: replaces the plan's. options: the trainer's own.
     """

@@ -39,7 +39,7 @@ from fxpart.verification.user_module_run import (
 )
 
 if TYPE_CHECKING:
-    from fxpart.compiled_program import Program
+    from fxpart.api import Program
 
 TOLERANCE = 1e-6
 NOISE = 1e-6

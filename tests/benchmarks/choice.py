@@ -33,8 +33,8 @@ from pace import compared
 from record import parser, read, write
 
 if TYPE_CHECKING:
+    from fxpart.api import Program
     from fxpart.cluster.model import Cluster
-    from fxpart.compiled_program import Program
     from fxpart.profiling.trial_processes import TrialProcesses
 
 MODELS = ("gpt2", "resnet50", "t5", "recommender")

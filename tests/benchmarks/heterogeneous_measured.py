@@ -43,8 +43,8 @@ from record import ROOT, parser, write
 if TYPE_CHECKING:
     from fxpart.costmodels.profile_store import TrialRun
 
+    from fxpart.api import Program
     from fxpart.cluster.model import Cluster
-    from fxpart.compiled_program import Program
     from fxpart.plan.model import Plan
 
 RANKS = 4  # for which links are measured and models profiled

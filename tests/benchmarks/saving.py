@@ -61,7 +61,7 @@ def batch(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def program(options: argparse.Namespace) -> fxpart.Program:
+def program(options: argparse.Namespace) -> fxpart.api.Program:
     """The compiled model, the same on every rank."""
     torch.manual_seed(0)
     stages = RANKS // max(1, _lanes(options.mesh))

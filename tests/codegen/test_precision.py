@@ -16,8 +16,8 @@ from torch import nn
 from zoo import ZOO
 
 import fxpart
+from fxpart.api import Program
 from fxpart.capture import capture
-from fxpart.compiled_program import Program
 from fxpart.compiler import PassManager
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan

@@ -50,7 +50,7 @@ def net(width: int = 32, blocks: int = 4) -> nn.Module:
 
 
 @cache
-def captured(width: int) -> fxpart.Program:
+def captured(width: int) -> fxpart.api.Program:
     """The model, captured once."""
     batch = BATCH if width == 32 else (torch.randn(8, width), torch.randint(0, 4, (8,)))
     return fxpart.compile(
@@ -59,7 +59,7 @@ def captured(width: int) -> fxpart.Program:
     )  # fmt: skip
 
 
-def compiled(cluster: Any = "local:2", width: int = 32, **wishes: Any) -> fxpart.Program:
+def compiled(cluster: Any = "local:2", width: int = 32, **wishes: Any) -> fxpart.api.Program:
     """The model on two ranks, one stage on each."""
     count = wishes.pop("microbatches", None)
     constraints = {"mesh": "none", "stages": 2, **wishes}

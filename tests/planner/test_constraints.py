@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.api import propose
-from fxpart.compiled_program import Program
+from fxpart.api import Program, propose
 from fxpart.compiler import BLOCKS_KEY
 from fxpart.errors import FxpartError
 from fxpart.plan.constraint_table import CONSTRAINTS

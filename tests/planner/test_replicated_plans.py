@@ -69,7 +69,7 @@ def plan(turns: tuple[int, ...] = (0, 0, 1), schedule: str = "1f1b") -> Plan:
     return plan_replicas(chain, groups, 0.0)
 
 
-def program(given: Plan) -> fxpart.Program:
+def program(given: Plan) -> fxpart.api.Program:
     return fxpart.compile(
         model(), given.cluster, plan=given, example_inputs=batch(),
         loss=nn.functional.cross_entropy,

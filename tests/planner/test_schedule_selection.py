@@ -73,7 +73,7 @@ class Residual(nn.Module):
         return self.ends(x, first)
 
 
-def compiled(schedule: str, **constraints: Any) -> fxpart.Program:
+def compiled(schedule: str, **constraints: Any) -> fxpart.api.Program:
     """The model on two ranks under a wished schedule."""
     wishes = {"mesh": "none", "stages": 2, "schedule": schedule, "granularity": "op", **constraints}
     return fxpart.compile(

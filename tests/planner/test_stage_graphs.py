@@ -15,9 +15,9 @@ from branch_models import MODELS
 from ranks import Pool
 
 import fxpart
+from fxpart.api import Program
 from fxpart.cluster.model import Cluster
 from fxpart.codegen.mesh_programs.rank_programs import assign, generate
-from fxpart.compiled_program import Program
 from fxpart.planner.plan_builder import make_plan
 from fxpart.pricing.partition import price
 from fxpart.program.edges import find_stage_edges

@@ -29,7 +29,7 @@ def net() -> nn.Module:
 
 
 @cache
-def captured() -> fxpart.Program:
+def captured() -> fxpart.api.Program:
     """The model, captured once."""
     return fxpart.compile(
         net(), "local:1", example_inputs=BATCH, loss=nn.functional.cross_entropy,

@@ -13,9 +13,9 @@ from fxpart.costmodels.roofline import Roofline
 from zoo import ZOO
 
 import fxpart
+from fxpart.api import Program
 from fxpart.capture.workload import Workload
 from fxpart.cluster.model import Cluster, Device
-from fxpart.compiled_program import Program
 from fxpart.costs import DeviceKnowledge
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan

@@ -14,8 +14,8 @@ from torch import nn
 from zoo import ZOO
 
 import fxpart
+from fxpart.api import Program
 from fxpart.codegen.stage_key import FIRST, canonical, stage_key, symbol_sizes
-from fxpart.compiled_program import Program
 from fxpart.profiling.outliers import timing
 from fxpart.profiling.rotation import Rotation
 from fxpart.profiling.stage_benchmark import (

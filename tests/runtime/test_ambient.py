@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxpart
-from fxpart.compiled_program import Program
+from fxpart.api import Program
 from fxpart.errors import FxpartError
 from fxpart.runtime import Trainer
 from fxpart.runtime.entry_point import ENTRY_POINTS

@@ -16,7 +16,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 4), torch.randint(0, 3, (8,))
 
 
-def compiled(**given: Any) -> fxpart.Program:
+def compiled(**given: Any) -> fxpart.api.Program:
     return fxpart.compile(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), "local:2", example_inputs=batch(),
         loss=nn.functional.cross_entropy, constraints={"mesh": "none", "stages": 2}, **given,

@@ -16,7 +16,7 @@ from torch import nn
 
 import fxpart
 from fxpart import compat
-from fxpart.compiled_program import Program
+from fxpart.api import Program
 from fxpart.errors import FxpartError
 from fxpart.runtime.executor import torch_compile
 from fxpart.runtime.executor.torch_compile import StageCompilation

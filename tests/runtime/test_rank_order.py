@@ -18,11 +18,11 @@ from sharded_ranks import train as train_exported
 from torch import nn
 
 import fxpart
+from fxpart.api import Program
 from fxpart.cluster.devices import Device, Link
 from fxpart.cluster.model import Cluster
 from fxpart.collectives.dtensor_conversion import device_mesh
 from fxpart.compat.optimizer_choice import choose
-from fxpart.compiled_program import Program
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.runtime import InProcess

@@ -46,7 +46,7 @@ def batch(rows: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def program(stages: int) -> fxpart.Program:
+def program(stages: int) -> fxpart.api.Program:
     torch.manual_seed(0)
     return fxpart.compile(
         Tied(), f"local:{stages}", example_inputs=batch(), loss=nn.functional.cross_entropy,
@@ -55,7 +55,7 @@ def program(stages: int) -> fxpart.Program:
 
 
 def copied(
-    compiled: fxpart.Program, counts: Sequence[int], transport: object, name: str, clip: float
+    compiled: fxpart.api.Program, counts: Sequence[int], transport: object, name: str, clip: float
 ) -> Trainer:
     """A trainer of so many copies of each stage, one a rank."""
     spec = replicate_stages(compiled.spec, [range(n) for n in counts])

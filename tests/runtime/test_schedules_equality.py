@@ -11,10 +11,10 @@ from torch import nn
 from zoo import ZOO
 
 import fxpart
+from fxpart.api import Program
 from fxpart.codegen.materialization import materialize
 from fxpart.codegen.stage_loader import load_stage
 from fxpart.compat.optimizer_choice import choose
-from fxpart.compiled_program import Program
 from fxpart.runtime import InProcess, Trainer
 from fxpart.verification.comparison import PartitionedRun, compare
 

@@ -71,7 +71,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(16, 4))
 
 
-def compiled(**options: Any) -> fxpart.Program:
+def compiled(**options: Any) -> fxpart.api.Program:
     """The model on two ranks."""
     return fxpart.compile(
         model(), "local:2", example_inputs=BATCH, loss=nn.functional.cross_entropy,

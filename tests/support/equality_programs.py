@@ -10,8 +10,8 @@ import torch
 from zoo import ZOO
 
 import fxpart
+from fxpart.api import Program
 from fxpart.compat.optimizer_choice import choose
-from fxpart.compiled_program import Program
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 

@@ -16,7 +16,7 @@ from random_layouts import Layout, LayoutCase, draw_case
 from torch import nn
 
 import fxpart
-from fxpart.compiled_program import Program
+from fxpart.api import Program
 from fxpart.rng import microbatch_key
 from fxpart.runtime.batch.mesh_rank_batch import get_row_multiple
 from fxpart.training.trainer_factory import load_trainer

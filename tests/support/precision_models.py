@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.compiled_program import Program
+from fxpart.api import Program
 
 ROWS, WORDS, WIDTH = 8, 32, 16
 

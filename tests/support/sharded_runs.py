@@ -13,8 +13,8 @@ from sharded_models import TENSOR, WAYS
 from zoo import ZOO
 
 import fxpart
+from fxpart.api import Program
 from fxpart.capture.flat_batch import flatten_batch, unflatten_batch
-from fxpart.compiled_program import Program
 from fxpart.verification.comparison import TOLERANCE, Verification
 
 STEPS = 3

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.compiled_program import Program
+from fxpart.api import Program
 
 ROWS = {"bags.weight": 22, "ids.weight": 16}
 OPTIMIZERS: dict[str, Any] = {

@@ -25,7 +25,7 @@ from random_layouts import LayoutCase, draw_case
 from ranks import Pool
 from zoo import ZOO
 
-from fxpart.compiled_program import Program
+from fxpart.api import Program
 from fxpart.errors import FxpartError
 
 pytestmark = [

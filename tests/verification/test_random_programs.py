@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from random_models import RandomModel, Step, random_models, random_starts
 from stage_runs import captured_of, prepared
 
+from fxpart.api import Program
 from fxpart.capture.captured_model import CapturedModel
 from fxpart.capture.fingerprint import fingerprint
 from fxpart.cluster.model import Cluster
 from fxpart.codegen.module_emitter import emit
 from fxpart.codegen.stage_split import split
-from fxpart.compiled_program import Program
 from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY, PassManager
 from fxpart.plan.model import Plan, PlanInput, PlanModel
 from fxpart.planner.plan_builder import make_plan

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from torch import nn
 
 import fxpart
+from fxpart.api import Program
 from fxpart.cli.verify import describe
 from fxpart.compat.optimizer_choice import choose
-from fxpart.compiled_program import Program
 from fxpart.verification import comparison, rounding_error
 from fxpart.verification.comparison import TOLERANCE, PartitionedRun, Verification, relative
 from fxpart.verification.float64 import Float64Mode, LowPrecisionInputError, to_float64

@@ -18,8 +18,8 @@ from sharded_runs import CHAOTIC, KEY_BIASES, STEPS, base, told, wrong, wrong_at
 from zoo import ZOO
 
 import fxpart
+from fxpart.api import Program
 from fxpart.compat.optimizer_choice import choose
-from fxpart.compiled_program import Program
 from fxpart.verification.comparison import TOLERANCE, compare, verify
 
 pytestmark = pytest.mark.slow

@@ -14,9 +14,9 @@ from torch import nn
 from zoo import ZOO
 
 import fxpart
+from fxpart.api import Program
 from fxpart.capture.flat_batch import flatten_batch
 from fxpart.compat.optimizer_choice import choose
-from fxpart.compiled_program import Program
 from fxpart.training.trainer_factory import load_trainer
 from fxpart.verification.comparison import PartitionedRun
 from fxpart.verification.comparison import compare as verdict

@@ -54,7 +54,7 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def program(plan: str) -> fxpart.Program:
+def program(plan: str) -> fxpart.api.Program:
     if plan != "one":
         cluster, constraints = PLANS[plan]
         return program("one").replan(cluster, microbatches=2, constraints=constraints)

@@ -10,9 +10,9 @@ from fxpart.costmodels import find
 from torch import nn
 
 import fxpart
+from fxpart.api import Program
 from fxpart.cluster.devices import Device, Link
 from fxpart.cluster.model import Cluster
-from fxpart.compiled_program import Program
 from fxpart.pricing.device_groups import group_devices
 from fxpart.pricing.device_order import device_links
 
