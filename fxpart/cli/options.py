@@ -264,7 +264,7 @@ def compile_options(command: Command) -> Command:
                 help="Assign blocks to a stage: layers.0-11=0, lm_head=-1.",
             ),
             click.option("--layout", metavar="TEXT", help="Megatron-LM's notation: Ett|tt|ttL."),
-            click.option("--time-limit", type=click.FloatRange(0), help="CPU seconds of the solver."),
+            click.option("--time-limit", type=click.FloatRange(0), help="CPU seconds to solve."),
             click.option(
                 "--mesh", metavar="AXES",
                 help="Mesh of each stage, such as dp=2,tp=2; the batch is sharded over dp.",

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import fx
 
-from fxpart.compat import deferred_code
 from fxpart.compiler.graph_edit import fork
 from fxpart.compiler.graph_verifier import find_faults
 from fxpart.compiler.node_annotation import LEVEL_KEY, Level
@@ -61,8 +60,6 @@ class PassManager:
     def run(self, pipeline: str | Sequence[Pass], graph: fx.GraphModule) -> fx.GraphModule:
         """Return a new graph after all passes; ``graph`` itself is not changed.
 
-        Its code is generated at its first call or by ``recompile()``.
-
         Raise FXP109 for an invalid pipeline, the passes' own errors for problems of the model, and
         FXP900 for internal errors.
         """
@@ -81,8 +78,7 @@ class PassManager:
             seconds = time.perf_counter() - started
             for observer in self.observers:
                 observer.after(index, item, current, seconds)
-        with deferred_code():
-            current.recompile()
+        current.recompile()
         return current
 
     def parse(self, pipeline: str | Sequence[Pass]) -> tuple[Pass, ...]:

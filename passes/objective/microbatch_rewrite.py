@@ -51,6 +51,7 @@ def divide(module: fx.GraphModule, analysis: ObjectiveAnalysis) -> MicrobatchRew
     made.meta[OBJECTIVE_KEY] = totals
     before = {node.name for node in module.graph.nodes}
     made.meta[ADDED_KEY] = frozenset(n.name for n in made.graph.nodes) - before
+    made.recompile()
     return MicrobatchRewrite(made, totals)
 
 

@@ -17,6 +17,7 @@ from ranks import Pool
 import fxpart
 from fxpart.api import Program
 from fxpart.cluster.model import Cluster
+from fxpart.codegen.generated_program import StagedGraph
 from fxpart.codegen.mesh_programs.rank_programs import assign, generate
 from fxpart.planner.plan_builder import make_plan
 from fxpart.pricing.partition import price
@@ -87,7 +88,8 @@ def program(name: str, order: tuple[int, ...], starts: tuple[int, ...]) -> Progr
         constraints={},
     )  # fmt: skip
     plan = msgspec.structs.replace(plan, order=order)
-    return replace(base, plan=plan, graph=graph, spec=spec, sources=sources)
+    whole = StagedGraph(base.captured, base.prepared, tuple(starts), tuple(order), 1)
+    return replace(base, plan=plan, whole=whole, spec=spec, sources=sources)
 
 
 @pytest.mark.slow

@@ -73,7 +73,9 @@ def test_the_quickstart_gives_the_losses_of_the_loop_it_changes() -> None:
 @pytest.mark.slow
 def test_the_quickstart_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(quickstart("+") + "\nprint(f'rank {trainer.rank} loss {loss.item():.4f}')\n")
+    script.write_text(
+        quickstart("+") + "\nprint(f'\\nrank {trainer.rank} loss {loss.item():.4f}\\n', end='')\n"
+    )
     done = torchrun(script, ranks=2, timeout=240)
     assert done.returncode == 0, done.stderr
     losses = dict(re.findall(r"rank (\d) loss ([\d.]+)", done.stdout))

@@ -15,6 +15,7 @@ from fxpart.api import Program
 from fxpart.capture.captured_model import CapturedModel
 from fxpart.capture.fingerprint import fingerprint
 from fxpart.cluster.model import Cluster
+from fxpart.codegen.generated_program import StagedGraph
 from fxpart.codegen.module_emitter import emit
 from fxpart.codegen.stage_split import split
 from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY, PassManager
@@ -70,7 +71,8 @@ def cut_at(model: RandomModel, choose: Any) -> Program:
     )  # fmt: skip
     sources = tuple(emit(stage) for stage in stages)
     request = make_request(cluster, None, "auto", {}, 5)
-    return Program(plan, spec, sources, captured, graph, assigned, request)
+    whole = StagedGraph(captured, graph, tuple(starts), (), 1)
+    return Program(plan, spec, sources, captured, graph, whole, request)
 
 
 def info(captured: CapturedModel, graph: Any) -> PlanModel:
