@@ -44,6 +44,14 @@ def product(sizes: Iterable[Size]) -> Size:
     return result
 
 
+def sum_sizes(sizes: Iterable[Size]) -> Size:
+    """Return the sum, 0 for none."""
+    total: Size = 0
+    for size in sizes:
+        total = total + size
+    return total
+
+
 def elements(tensor: TensorSpec) -> Size:
     """Return the number of elements of the tensor."""
     return product(tensor.shape)

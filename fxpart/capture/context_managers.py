@@ -190,11 +190,12 @@ def reentrant_checkpoints_recorded() -> Iterator[None]:
         with torch.set_grad_enabled(tracked and torch.is_grad_enabled()):
             return function(*args)
 
+    original = CheckpointFunction.apply
     CheckpointFunction.apply = apply  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del CheckpointFunction.apply
+        CheckpointFunction.apply = original  # type: ignore[method-assign]
 
 
 @contextmanager

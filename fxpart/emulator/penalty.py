@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean, stdev
 
 from fxpart.emulator.emulation_result import SYNC, EmulationResult
@@ -41,17 +42,21 @@ def compare_steps(
     return math.exp(mean), (math.exp(mean - half), math.exp(mean + half))
 
 
+@lru_cache
 def find_t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
     """Return t with P(-t < T < t) = confidence, for T of Student's distribution."""
     low, high = 0.0, 1e4
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if _central_t(middle, freedom) < confidence else (low, middle)
+        low, high = (middle, high) if get_central_t(middle, freedom) < confidence else (low, middle)
     return (low + high) / 2
 
 
-def _central_t(t: float, freedom: int) -> float:
-    """Return P(-t < T < t): the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+def get_central_t(t: float, freedom: int) -> float:
+    """Return P(-t < T < t) for T of Student's distribution.
+
+    By the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
     angle = math.atan(t / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2

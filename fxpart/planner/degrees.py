@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -53,8 +54,8 @@ if TYPE_CHECKING:
     from fxpart.planner.request import PlanRequest
     from fxpart.solver.progress import Progress
 
-_MESHES = 64  # up to so many meshes, each is solved separately, so that each has its best answer
-_REACH = 1.5  # times the best step time, up to which each mesh's best plan matters
+_MESHES = 64  # up to so many meshes, each is solved separately
+_REACH = 1.5  # times the best step time, up to which each mesh has its best answer
 _STAGE_COUNTS = 24  # most problems when each number of stages is solved separately too
 
 
@@ -174,7 +175,8 @@ def choose_degrees(
             why="no allowed combination of stage count and degrees uses exactly so many ranks",
             fix="use another number of ranks, a larger cluster, or fewer constraints",
         )
-    solved = _solve_each(problems, request, progress)
+    reach = inf if levels or pace is not None else _REACH
+    solved = _solve_each(problems, request, progress, reach)
     schedules = requested_schedules(request)
     found = [
         make_proposal(constrained, ChoiceTranslation(one, constrained)(choice), pace, schedules)
@@ -208,18 +210,19 @@ def _solve_each(
     problems: Sequence[JointProblem],
     request: PlanRequest,
     progress: Callable[[Progress], None] | None,
+    reach: float,
 ) -> list[JointSolution]:
     """Return each problem's solution, the more exact the closer it can be to the best of all.
 
     First plans and bounds come first. Then problems are solved in the order of their bounds, those
-    far above the best step time only as far as to prove that. All share the time limit; unused time
-    passes to the next.
+    above ``reach`` times the best step time only as far as to prove that. All share the time limit;
+    unused time passes to the next. reach: infinite where exact step times may be far from these.
     """
     deadline = work_seconds() + float(request.constraints.get("time_limit", 30.0))
     found = [solve(one, time_limit=0.0, seed=request.seed) for one in problems]
     order = sorted(range(len(problems)), key=lambda number: found[number].bound)
     for at, number in enumerate(order):
-        enough = _REACH * min(one.objective for one in found)
+        enough = reach * min(one.objective for one in found)
         left = max(0.0, deadline - work_seconds()) / (len(problems) - at)
         if found[number].bound < enough and found[number].status != "optimal":
             found[number] = solve(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from fxpart.compiler.collective_calls import op_name, unwrap_seeded_call
 from fxpart.compiler.duplicated_ops import find_duplicated_ops
 from fxpart.compiler.effects import state_written
 from fxpart.costmodels.memory_traffic import VIEWS
-from fxpart.costmodels.tensor_sizes import is_floating, item_bytes, tensor_bytes
+from fxpart.costmodels.tensor_sizes import is_floating, item_bytes, sum_sizes, tensor_bytes
 from fxpart.plan.precision import wire_dtype
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.solver.problem import BlockValue
@@ -151,11 +151,3 @@ def is_view(node: fx.Node, known: Container[fx.Node]) -> bool:
     target, args, _ = unwrap_seeded_call(node)
     view = target is operator.getitem or op_name(target).split(".")[1] in VIEWS
     return view and bool(args) and args[0] in known
-
-
-def sum_sizes(sizes: Iterable[Size]) -> Size:
-    """Return the sum, 0 for none."""
-    total: Size = 0
-    for size in sizes:
-        total = total + size
-    return total

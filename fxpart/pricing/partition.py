@@ -231,7 +231,7 @@ class _Pricer:
         self.packed = largest_bucket(state, shared)
         self.model, self.own, self.blocks = model, own, blocks
         self.sources: set[str] = set()
-        self._collectives: dict[tuple[object, ...], float] = {}  # seconds
+        self._collectives: dict[tuple[str, str, float, tuple[str, ...]], float] = {}
         self.unknown: set[str] = set()
         self._ops: dict[OpSpec, int] = {}
         self._node_op: list[int] = []
@@ -334,11 +334,9 @@ class _Pricer:
         return tuple(found)
 
     def _move(self, move: CollectiveTransfer, sizes: Sizes) -> float:
-        size = float(sizes.number(move.size))
-        key = (move.source, move.target, size, move.axes)
+        key = (move.source, move.target, float(sizes.number(move.size)), move.axes)
         if key not in self._collectives:
-            ring = self._rings(*move.axes)
-            cost = self.model.reshard(move.source, move.target, size, ring)
+            cost = self.model.reshard(*key[:3], self._rings(*move.axes))
             self.sources.add(cost.source)
             self._collectives[key] = cost.seconds
         return self._collectives[key]

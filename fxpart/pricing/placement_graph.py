@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxpart.compiler.tensor_sizes import tensors as tensors_of
+from fxpart.compiler.tensor_sizes import tensors
 from fxpart.compiler.work_estimate import is_heavy
 from fxpart.costmodels.tensor_sizes import tensor_bytes
 from fxpart.passes.rules import layout, operands
@@ -104,10 +104,9 @@ def _call(
         if isinstance(parts, tuple | list) and isinstance(index, int):
             if isinstance(node.meta.get("val"), torch.Tensor):
                 before = parts[: index % len(parts)]
-                flow.value[node] = TensorValue(source, sum(len(tensors_of(p)) for p in before))
+                flow.value[node] = TensorValue(source, sum(len(tensors(p)) for p in before))
             return
-    tensors = tensors_of(node.meta.get("val"))
-    if not tensors:
+    if not tensors(node.meta.get("val")):
         return
     flow.ops.append(node)
     if isinstance(node.meta.get("val"), torch.Tensor):
@@ -154,8 +153,8 @@ def _match_tensor(
     order = [("result", results), ("operand", operand_tensors)]
     if source and source != node.name:
         order.reverse()
-    for what, tensors in order:
-        for position, tensor in tensors:
+    for what, described in order:
+        for position, tensor in described:
             whole = sizes.number(tensor_bytes(tensor))
             if whole and any(size * k == whole or size == whole * k for k in (1, 2, 4, 8)):
                 return what, position

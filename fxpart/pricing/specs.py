@@ -21,6 +21,7 @@ from fxpart.compiler.collective_calls import (
 from fxpart.compiler.effects import op_of, packet_name
 from fxpart.compiler.tensor_sizes import expression, tensors
 from fxpart.costmodels.partial_draws import WHOLE
+from fxpart.costmodels.tensor_sizes import sum_sizes, tensor_bytes
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.passes.rules import origin
 
@@ -56,7 +57,7 @@ class Specs:
         self._tensors: dict[fx.Node, tuple[TensorSpec, ...]] = {}
         self._known: dict[OpSpec, OpSpec] = {}
         self._layouts: dict[tuple[tuple[Size, ...], tuple[Size, ...]], str] = {}
-        self.shares: dict[fx.Node, Size] = {}  # by op: see fxpart.pricing.workspace
+        self._shares: dict[fx.Node, Size] = {}
 
     def tensors(self, node: fx.Node) -> tuple[TensorSpec, ...]:
         """Return the tensors of the node's value."""
@@ -71,6 +72,19 @@ class Specs:
             hints = tuple(map(size_hint, tensor.stride())) if _hinted(tensor) else ()
             self._layouts[shape, strides] = layout(shape, strides, hints)
         return TensorSpec(shape, dtype_name(tensor.dtype), self._layouts[shape, strides])
+
+    def share(self, node: fx.Node) -> Size:
+        """Return the fraction of an op's operands and results on a rank, 1 if none is sharded."""
+        if node not in self._shares:
+            values = (node, *node.all_input_nodes)
+            cut = sum_sizes(tensor_bytes(t) for value in values for t in self.tensors(value))
+            whole = sum_sizes(
+                expression(t.numel()) * t.element_size()
+                for value in values
+                for t in tensors(value.meta.get("val"))
+            )
+            self._shares[node] = 1 if whole in (cut, 0) else sympy.sympify(cut) / whole
+        return self._shares[node]
 
     def requires_grad(self, node: fx.Node) -> bool:
         """Return whether the node's value, or the parameter that it names, takes a gradient."""

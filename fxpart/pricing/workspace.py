@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import sympy
 from numpy.typing import NDArray
 from torch import fx
 
 from fxpart.compiler.collective_calls import unwrap_seeded_call
 from fxpart.compiler.node_annotation import SavedTensor
-from fxpart.compiler.tensor_sizes import expression, tensors
-from fxpart.costmodels.tensor_sizes import tensor_bytes
-from fxpart.pricing.memory import is_view, sum_sizes
+from fxpart.costmodels.tensor_sizes import sum_sizes, tensor_bytes
+from fxpart.pricing.memory import is_view
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes
 
@@ -180,7 +178,7 @@ class Workspace:
                 saved.source and (used_later or self._of[home[saved.source]] != block)
             ):
                 continue
-            size, owner = saved.size * _part(saver, specs), maker or saver
+            size, owner = saved.size * specs.share(saver), maker or saver
             made.append(_StorageLifetime(order[owner], self._ends[block], size, owner))
             # freed once the first op that saves it has run its backward
             freed.append(_StorageLifetime(start[block], first - 1, size))
@@ -288,23 +286,5 @@ def _inside(node: fx.Node, specs: Specs) -> tuple[Size, Size]:
     working = annotation(node).working
     if working.forward == 0 and working.backward == 0:
         return 0, 0
-    part = _part(node, specs)
+    part = specs.share(node)
     return working.forward * part, working.backward * part
-
-
-def _part(node: fx.Node, specs: Specs) -> sympy.Expr | int:
-    """Return the fraction of an op's operands and results on a rank, 1 where nothing is sharded."""
-    if node not in specs.shares:
-        specs.shares[node] = _share(node, specs)
-    return specs.shares[node]
-
-
-def _share(node: fx.Node, specs: Specs) -> sympy.Expr | int:
-    values = (node, *node.all_input_nodes)
-    cut = sum_sizes(_amount(value, specs) for value in values)
-    whole = sum_sizes(
-        expression(t.numel()) * t.element_size()
-        for value in values
-        for t in tensors(value.meta.get("val"))
-    )
-    return 1 if whole in (cut, 0) else sympy.sympify(cut) / whole

@@ -209,10 +209,9 @@ class TrainerBase(OptimizerOwner):
         self.events.put(LEFT, "end")
         if self.optimizer is not None:
             self.optimizer.closed = True
-        self._local.close()
-        if self._meshes is not None:
-            self._meshes.close()
-        self._transport.close()
+        for part in (self._local, self._meshes, self._transport):
+            if part is not None:
+                part.close()
         self._pinned.restore()
         self.closed = True
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from fxpart.capture import capture
+from fxpart.capture.context_managers import reentrant_checkpoints_recorded
 from fxpart.errors import FxpartError
 
 
@@ -86,6 +87,13 @@ def test_checkpointing_is_no_concern(reentrant: bool) -> None:
         for run in (capture(model, (x,), training=False).graph(x)[-1], model.eval()(x))
     )
     assert torch.equal(found, own) and own.mean() == (3 if reentrant else 6)
+
+
+def test_captures_at_the_same_time_leave_checkpoints_as_they_were() -> None:
+    before = CheckpointFunction.apply
+    with reentrant_checkpoints_recorded(), reentrant_checkpoints_recorded():
+        assert CheckpointFunction.apply is not before
+    assert CheckpointFunction.apply == before
 
 
 def test_hooks_are_refused() -> None:

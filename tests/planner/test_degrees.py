@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,12 @@ from torch import nn
 import fxpart
 import fxpart.planner.search
 from fxpart import Cluster, Device, FxpartError, Link, Program
+from fxpart.planner import degrees
 from fxpart.planner.request import PlanRequest, with_mesh
 from fxpart.planner.whatif import WhatIfChange, choice_of, solve_whatif
 from fxpart.solver.joint.objective import evaluate
+from fxpart.solver.joint.portfolio import solve
+from fxpart.solver.joint.problem import JointProblem, JointSolution
 
 GIGA = 10**9
 
@@ -89,6 +93,27 @@ def test_no_mesh_given_by_hand_is_faster(latency: float, bandwidth: float) -> No
     least = by_hand[best].prediction.step_seconds
     assert chosen.prediction.step_seconds <= least * 1.02, (chosen.mesh, best)
     assert chosen.degrees is not None and chosen.degrees.lower_bound <= least * 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"pace": float}, {"levels": True}, {}])
+def test_far_meshes_are_solved_where_exact_prices_may_prefer_them(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ranks slow each other down, or tables are exchanged; else only what is near."""
+    made = program().replan(cluster(1, 1, 1, 1))
+    found: dict[int, JointSolution] = {}
+
+    def record(problem: JointProblem, **given: Any) -> JointSolution:
+        found[id(problem)] = solution = solve(problem, **given)
+        return solution
+
+    monkeypatch.setattr(degrees, "solve", record)
+    given = degrees.build_joint_problem(made.prepared, made.captured, made.request, None)
+    chosen = degrees.choose_degrees(*given, made.request, **options)
+    assert all(one.status == "optimal" for one in found.values()) == bool(options)
+    best = chosen.solution.objective
+    assert all(one.bound >= min(one.objective, 1.5 * best) * 0.99 for one in found.values())
 
 
 @pytest.mark.slow

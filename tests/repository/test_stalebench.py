@@ -290,9 +290,9 @@ def test_the_plan_is_within_its_budget() -> None:
 
 
 def test_intervals_are_students() -> None:
-    assert intervals.t_quantile(7) == pytest.approx(2.364624, abs=1e-5)
-    assert intervals.t_quantile(1) == pytest.approx(12.7062, abs=1e-3)
-    assert 2 * intervals.t_tail(2.364624, 7) == pytest.approx(0.05, abs=1e-6)
+    assert intervals.find_t_quantile(7) == pytest.approx(2.364624, abs=1e-5)
+    assert intervals.find_t_quantile(1) == pytest.approx(12.7062, abs=1e-3)
+    assert 1 - intervals.get_central_t(2.364624, 7) == pytest.approx(0.05, abs=1e-6)
     found = intervals.compare([1.0, 2.0, 3.0, 4.0], [0.0, 0.5, 2.5, 2.0])
     half = 3.182446 * math.sqrt(sum((d - 1.25) ** 2 for d in (1, 1.5, 0.5, 2)) / 3 / 4)
     assert (found.mean, found.high - found.mean) == pytest.approx((1.25, half), abs=1e-5)

@@ -100,7 +100,7 @@ def without_totals(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_couplings(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fxpart.api.couplings", lambda *_: ())
+    patch.setattr("fxpart.api.program.couplings", lambda *_: ())
     patch.setattr("fxpart.planner.prepared_model.couplings", lambda *_: ())
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from statistics import fmean, stdev
 from typing import NamedTuple
 
+from fxpart.emulator.penalty import find_t_quantile, get_central_t
+
 LEVEL = 0.95
-_PARTS = 200
 
 
 class Difference(NamedTuple):
@@ -21,35 +21,15 @@ class Difference(NamedTuple):
     p: float
 
 
-def t_tail(t: float, freedom: int) -> float:
-    """Return the probability that Student's t exceeds ``t`` >= 0."""
-    scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
-    end = math.atan(t / math.sqrt(freedom))  # t = sqrt(freedom) tan(a); Simpson's rule over a.
-    each = end / _PARTS
-    values = [math.cos(i * each) ** (freedom - 1) for i in range(_PARTS + 1)]
-    area = values[0] + values[-1] + 4 * sum(values[1:-1:2]) + 2 * sum(values[2:-1:2])
-    return max(0.0, 0.5 - scale * math.sqrt(freedom) * area * each / 3)
-
-
-@cache
-def t_quantile(freedom: int, level: float = LEVEL) -> float:
-    """Return the half width of a two-sided interval, in standard errors."""
-    low, high = 0.0, 1000.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_tail(middle, freedom) > (1 - level) / 2 else (low, middle)
-    return (low + high) / 2
-
-
 def compare(values: Sequence[float], others: Sequence[float]) -> Difference:
     """Return the paired difference of values less others, at least two of each."""
     differences = [a - b for a, b in zip(values, others, strict=True)]
     mean, error = fmean(differences), stdev(differences) / math.sqrt(len(differences))
     freedom = len(differences) - 1
-    half = t_quantile(freedom) * error
+    half = find_t_quantile(freedom, LEVEL) * error
     if not error:
         return Difference(mean, mean, mean, 1.0 if not mean else 0.0)
-    return Difference(mean, mean - half, mean + half, 2 * t_tail(abs(mean) / error, freedom))
+    return Difference(mean, mean - half, mean + half, 1 - get_central_t(abs(mean) / error, freedom))
 
 
 def holm(values: Sequence[float]) -> list[float]:

@@ -8,6 +8,7 @@ multiplied with the rate, or None where a prediction takes the difference of the
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -17,7 +18,7 @@ Shape = tuple[int, tuple[int, ...]]  # of a parameter: its first column, its sha
 _QUINTIC = 3.4445, -4.7750, 2.0315
 
 
-class Optimizer:
+class Optimizer(ABC):
     """The rule of a step."""
 
     decay = 0.0  # decoupled
@@ -26,9 +27,9 @@ class Optimizer:
     def __init__(self, like: Tensor, shapes: Sequence[Shape]) -> None:
         self.shapes, self.count = shapes, 0
 
+    @abstractmethod
     def step(self, w: Tensor, g: Tensor, rate: Tensor) -> None:
         """Change the weights in place."""
-        raise NotImplementedError
 
 
 class SGD(Optimizer):

@@ -171,12 +171,6 @@ class NAdam(NamedTuple):
         step = g * (1 - mu) / (1 - product) + m * coming / (1 - product * coming)
         return w - rate * step / root, (m, v, n, product)
 
-    def predict(self, w: float, state: tuple[float, ...], s: int) -> float:
-        """Not used."""
-        raise NotImplementedError
-
-    coast = predict
-
     def _momentum(self, n: float) -> float:
         return self.beta1 * (1 - 0.5 * 0.96 ** (n * self.rise))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from math import inf
 
 import msgspec
@@ -47,6 +48,32 @@ def test_forty_random_problems() -> None:
     best = [check(random_problem(seed)) for seed in range(20)]
     best += [check(rich_problem(seed)) for seed in range(20)]
     assert 10 <= sum(b.choice is None for b in best) <= 30
+
+
+def test_a_busy_machine_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time limits count the process's own work: here each look at the clock is a minute later."""
+    problem = transformer(12, [16])
+    assert solve(problem, time_limit=0.0).status == "best found"
+    clock = count(0.0, 60.0)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    assert solve(problem, time_limit=30.0).status == "optimal"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [0.5, 0.999, 1.5])
+def test_what_is_slow_enough_is_not_searched(factor: float) -> None:
+    """The bound is proven up to that time and never above the optimum."""
+    optima = [(p, solve(p, time_limit=600)) for p in map(rich_problem, range(20))]
+    checked = 0
+    for problem, best in optima:
+        if best.choice is not None:
+            enough = factor * best.objective
+            found = solve(problem, time_limit=600, enough=enough)
+            least = min(enough, best.objective) * (1 - 1e-6)
+            assert least <= found.bound <= best.objective * (1 + 1e-12)
+            assert factor < 1 or found.objective == best.objective
+            checked += 1
+    assert checked > 5
 
 
 @pytest.mark.slow
