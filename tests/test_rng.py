@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 from fxpart import rng
 from fxpart.rng import KeyedDropout, call_kept, draw, draw_from, draw_kept, dropout_factors, mix
@@ -141,6 +142,28 @@ class Layers(torch.nn.Module):
         x = functional.dropout1d(x, 0.3) + functional.feature_alpha_dropout(x, 0.3, training=True)
         x = x + functional.scaled_dot_product_attention(x, x, x, dropout_p=0.3)
         return x + torch.bernoulli(x, 0.5) + x.detach().clone().bernoulli_(0.25)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_draws_again_what_it_drew(reentrant: bool) -> None:
+    """Its backward runs forward again, after random ops that follow it."""
+    x = torch.ones(4, 64)
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5)) for _ in "abc"]
+
+    def gradients(*, stored: bool) -> list[torch.Tensor]:
+        y = x
+        with keyed_random(5):
+            for layer in layers:
+                again = partial(checkpoint, layer, use_reentrant=reentrant)
+                y = layer(y) if stored or layer is layers[0] else again(y)
+            y.square().sum().backward()
+        found = [layer[0].weight.grad for layer in layers]
+        for layer in layers:
+            layer.zero_grad()
+        return found
+
+    for found, wanted in zip(gradients(stored=False), gradients(stored=True), strict=True):
+        assert torch.equal(found, wanted) and found.any()
 
 
 def test_an_eager_module_draws_what_the_ops_draw() -> None:

@@ -272,12 +272,16 @@ def _cut(tensor: torch.Tensor, dim: int, how: list[int] | int) -> tuple[torch.Te
     return torch.split(tensor, how, dim=dim)
 
 
+_NUMBERED = 1 << 62  # seeds from here on are this plus a number of random primitives
+
+
 class KeyedRandom(TorchDispatchMode):
     """Makes an eager module draw the random numbers of the captured graph.
 
     The n-th random primitive of a microbatch is seeded with ``mix(key, n)``, like the graph's n-th
     random op by :func:`fxpart.rng.seeded`. Scalars count only with ``scalars``: a model may draw
-    one to decide in Python what runs (layerdrop), without an op in the graph.
+    one to decide in Python what runs (layerdrop), without an op in the graph. The global seed
+    has the number n: a checkpoint, which restores it, draws the same again.
     """
 
     def __init__(self, key: int, *, scalars: bool = False) -> None:
@@ -286,16 +290,23 @@ class KeyedRandom(TorchDispatchMode):
         self.key = key
         self.scalars = scalars
         self.index = 0
+        torch.default_generator.manual_seed(_NUMBERED)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Seed before each primitive that draws random numbers."""
-        if is_random(func, args, kwargs or {}) and (self.scalars or _large(args)):
-            seed = mix(self.key, self.index)
-            self.index += 1
+        if not is_random(func, args, kwargs or {}) or not (self.scalars or _large(args)):
+            return func(*args, **(kwargs or {}))
+        number = torch.default_generator.initial_seed() - _NUMBERED
+        self.index = number if number >= 0 else self.index  # otherwise the model has seeded it
+        seed = mix(self.key, self.index)
+        self.index += 1
+        try:
             if keeps_by_rate(func):
                 return call_kept(seed, func, args, kwargs or {})
             torch.manual_seed(seed)
-        return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch.default_generator.manual_seed(_NUMBERED + self.index)
 
 
 def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
