@@ -2,6 +2,7 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fxpart.compat.fake_kernels  # noqa: F401  # registers them
 from fxpart.compat.attention_kernels import AttentionPart, attend, attend_backward
 from fxpart.compat.autocast import (
     enable_autocast,
