@@ -114,7 +114,7 @@ def conditional() -> Script:
 
 @behavior(
     AREA,
-    "an EmbeddingBag with offsets, and another number of ids in each batch",
+    "an EmbeddingBag with offsets",
     "one rank",
     "replicas",
 )

@@ -171,7 +171,7 @@ def balanced() -> Script:
     return Script(tagger(), [(torch.randn(8, 4), torch.randn(8, 5)) for _ in range(3)], loss)
 
 
-@behavior(AREA, "connectionist temporal classification of padded targets, mean", *DIVIDED)
+@behavior(AREA, "CTC with padded targets, mean", *DIVIDED)
 def ctc() -> Script:
     def loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         chances, ends = output.log_softmax(-1).transpose(0, 1), (labels > 0).sum(1)
