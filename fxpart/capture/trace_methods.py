@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,9 +11,11 @@ import torch
 from torch.export import Dim, ExportedProgram, export
 
 from fxpart.capture.failure_causes import problem_of
+from fxpart.capture.forward_gradients import gradients_recorded
 from fxpart.capture.model_with_loss import ModelWithLoss
 from fxpart.capture.python_state import PythonState
 from fxpart.compat import deferred_code, grad_modes_kept
+from fxpart.errors import FxpartError
 
 MAX_BATCH = 1 << 20
 
@@ -77,7 +80,8 @@ def run_export(
     python: the Python state of model and loss, restored after the trace.
     """
     shapes = _shapes(tensors, batch_dims, way) if way.symbolic else None
-    with python.unchanged(), deferred_code(), grad_modes_kept():
+    gradients = nullcontext() if way.strict else gradients_recorded()
+    with python.unchanged(), deferred_code(), grad_modes_kept(), gradients:
         return export(whole, (tuple(tensors),), dynamic_shapes=shapes, strict=way.strict)
 
 
@@ -106,12 +110,12 @@ def run_first_successful(
     """
     failures: list[tuple[TraceMethod, Exception]] = []
 
-    def depends_on_data(failed: tuple[TraceMethod, Exception]) -> bool:
-        return problem_of(failed[1]).code == "FXP103"
+    def is_final(failed: tuple[TraceMethod, Exception]) -> bool:
+        return isinstance(failed[1], FxpartError) or problem_of(failed[1]).code == "FXP103"
 
     for way in ways:
-        if way.method == "symbolic-trace" and any(map(depends_on_data, failures)):
-            break  # torch.fx would silently record one branch or one size
+        if way.method == "symbolic-trace" and any(map(is_final, failures)):
+            break  # torch.fx would silently record one branch, one size, or constant gradients
         try:
             return way, attempt(way), failures
         except Exception as failure:  # torch.export raises many unrelated types

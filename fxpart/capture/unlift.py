@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from fxpart.capture.data_dependent_sizes import refuse_data_sizes, refuse_transforms
+from fxpart.capture.forward_gradients import expand_gradients
 from fxpart.capture.model_tensors import ModelTensors
 from fxpart.capture.source_locations import annotate
 from fxpart.compat import detach_constant, unflatten_output
@@ -88,6 +89,7 @@ def unlift(
     refuse_transforms(source.graph)
     refuse_data_sizes(source.graph, recorded=False)
     outputs, kind = _copy_body(exported, graph, env, root)
+    expand_gradients(graph)
     module = fx.GraphModule(root, graph, class_name="Captured")
     module.meta[LEVEL_KEY] = Level.CAPTURED
     annotate(module, loss_prefix)

@@ -10,14 +10,18 @@ import torch
 from torch import fx
 
 
-def record_operations(function: Callable[..., Any], *args: Any) -> fx.GraphModule:
-    """Record the operations of ``function(*args)`` before autograd, on real tensors.
+def record_operations(
+    function: Callable[..., Any], *args: Any, below_autograd: bool = False
+) -> fx.GraphModule:
+    """Record the operations of ``function(*args)`` on its tensors, before or below autograd.
 
     Uses make_fx with ``pre_dispatch``, the recorder underneath torch.export.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    recorded: fx.GraphModule = make_fx(function, tracing_mode="real", pre_dispatch=True)(*args)
+    recorded: fx.GraphModule = make_fx(
+        function, tracing_mode="real", pre_dispatch=not below_autograd
+    )(*args)
     return recorded
 
 

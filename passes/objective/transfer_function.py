@@ -29,6 +29,7 @@ _LOSSES = frozenset(
         "hinge_embedding_loss ctc_loss"
     ).split()
 )
+_SHAPES = frozenset({"aten.ones_like", "aten.zeros_like", "aten.full_like"})  # read no values
 _AFFINE = frozenset({"aten.add", "aten.sub", "aten.rsub", "aten.subtract"})
 
 Part: TypeAlias = tuple[str, Any]  # a factor, and the size of its part before the rows
@@ -64,6 +65,8 @@ def transfer(call: TransferCall) -> TransferResult:
     """Return the kinds of a call's results; no operand may be coupled."""
     relations = {k.relation for k in call.known}
     if relations <= {BatchRelation.FIXED}:
+        return TransferResult((FIXED,) * call.count)
+    if call.name in _SHAPES and not relations & {BatchRelation.ROWS, BatchRelation.INDEX}:
         return TransferResult((FIXED,) * call.count)
     blamed = TransferResult((make_coupled_kind(_culprit(call)),) * call.count)
     if call.ruled is None:

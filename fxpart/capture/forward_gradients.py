@@ -1,0 +1,233 @@
+"""Gradients that forward computes with torch.autograd.grad, as operations of the graph.
+
+A tracer sees none of the operations of a backward. So a trace keeps each call as one op, and
+afterwards the operations of the backward between the call's inputs and outputs take its place. They
+are differentiable as those of any forward: penalties of gradients, forces from an energy, residuals
+of differential equations.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from fxpart.capture.source_locations import source_line
+from fxpart.compat import python_dispatcher, record_operations
+from fxpart.compiler.effects import is_op
+from fxpart.compiler.graph_edit import fake_mode, value
+from fxpart.errors import FxpartError, error
+
+_LIBRARY = torch.library.Library("fxpart", "FRAGMENT")
+_LIBRARY.define("gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] weights) -> Tensor[]")
+_LIBRARY.impl(
+    "gradient",
+    lambda outputs, inputs, weights: [torch.empty_like(tensor) for tensor in inputs],
+    "CompositeImplicitAutograd",
+)
+_DETACH = torch.ops.aten.detach.default
+_ITEMS = (operator.getitem,)
+
+
+class _GradientCalls(TorchFunctionMode):
+    """Replaces calls of torch.autograd.grad by the op."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace one call; others run as they are."""
+        if func is not torch.autograd.grad:
+            return func(*args, **(kwargs or {}))
+        return _record(*args, **(kwargs or {}))
+
+
+def _record(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Record a call with the arguments of torch.autograd.grad."""
+    if is_grads_batched:
+        raise NotImplementedError("torch.autograd.grad(is_grads_batched=True) in forward")
+    of, over = _listed(outputs), _listed(inputs)
+    given = [None] * len(of) if grad_outputs is None else _listed(grad_outputs)
+    weights = [torch.ones_like(o) if w is None else w for o, w in zip(of, given, strict=True)]
+    found = torch.ops.fxpart.gradient(of, over, weights)
+    return tuple(found if create_graph else [each.detach() for each in found])
+
+
+def _listed(given: Any) -> list[Any]:
+    return [given] if isinstance(given, torch.Tensor) else list(given)
+
+
+@contextmanager
+def gradients_recorded() -> Iterator[None]:
+    """Keep each call of torch.autograd.grad in a trace, for :func:`expand_gradients`."""
+    with _GradientCalls():
+        yield
+
+
+def expand_gradients(graph: fx.Graph) -> None:
+    """Replace each recorded call by the operations of its backward.
+
+    Raise FXP108 for a backward that writes tensors in place or draws random numbers, and where an
+    output does not depend on an input.
+    """
+    for node in list(graph.nodes):
+        if node.target is torch.ops.fxpart.gradient.default:
+            _Expansion(graph, node).run()
+
+
+class _Expansion:
+    """One recorded call, and the nodes between its inputs and outputs."""
+
+    def __init__(self, graph: fx.Graph, call: fx.Node) -> None:
+        """Find the nodes between."""
+        self.graph, self.call = graph, call
+        self.outputs, self.inputs, self.weights = (list(group) for group in call.args)  # type: ignore[arg-type, union-attr]
+        reached: set[fx.Node] = set(self.inputs)
+        for node in graph.nodes:
+            if node is call:
+                break
+            if any(source in reached for source in node.all_input_nodes):
+                reached.add(node)
+        needed, todo = set[fx.Node](), list(self.outputs)
+        while todo:
+            node = todo.pop()
+            if node in reached and node not in needed and node not in self.inputs:
+                needed.add(node)
+                todo += node.all_input_nodes
+        self.between = [node for node in graph.nodes if node in needed]
+        used = {source for node in self.between for source in node.all_input_nodes}
+        others = {*used, *self.outputs, *self.weights} - needed - {*self.inputs}
+        self.given = [node for node in graph.nodes if node in others]
+
+    def run(self) -> None:
+        """Insert the backward before the call, and remove the call."""
+        for node in self.between:
+            if not is_op(node.target) and node.target not in _ITEMS:
+                raise self._refused(f"{node.name} calls no single operation")
+            if is_op(node.target) and node.target._schema.is_mutable:  # type: ignore[union-attr]
+                raise self._refused(f"{node.target} writes a tensor in place")
+        mode = fake_mode(self.graph)
+        values = [value(node) for node in (*self.inputs, *self.given)]
+        try:
+            with mode:
+                traced = record_operations(self._differentiate, *values, below_autograd=True)
+        except FxpartError:
+            raise
+        except Exception as cause:  # a backward may raise anything
+            raise self._refused(str(cause).partition("\n")[0]) from cause
+        gradients = self._insert(traced)
+        for user in list(self.call.users):
+            user.replace_all_uses_with(gradients[user.args[1]])  # type: ignore[index]
+            self.graph.erase_node(user)
+        self.graph.erase_node(self.call)
+
+    def _differentiate(self, *values: torch.Tensor) -> tuple[list[Any], list[Any]]:
+        """Return the gradients, and the values of the nodes between."""
+        with torch.enable_grad():
+            count = len(self.inputs)
+            known: dict[fx.Node, Any] = dict(zip(self.given, values[count:], strict=True))
+            starts = [tensor.detach().requires_grad_() for tensor in values[:count]]
+            known |= dict(zip(self.inputs, starts, strict=True))
+            for node in self.between:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            found = torch.autograd.grad(
+                [known[node] for node in self.outputs],
+                starts,
+                [known[node] for node in self.weights],
+                create_graph=True,  # with formulas that have derivatives themselves
+                allow_unused=True,
+            )
+        if any(gradient is None for gradient in found):
+            raise self._refused("an output does not depend on one of the inputs")
+        return list(found), [known[node] for node in self.between]
+
+    def _insert(self, traced: fx.GraphModule) -> list[fx.Node]:
+        """Copy what the gradients need; values of the nodes between exist already."""
+        returned = traced.graph.output_node().args[0]
+        gradients, between = returned  # type: ignore[misc]
+        env = dict(
+            zip(traced.graph.find_nodes(op="placeholder"), (*self.inputs, *self.given), strict=True)
+        )
+        env |= {
+            made: node
+            for made, node in zip(between, self.between, strict=True)
+            if isinstance(made, fx.Node)
+        }
+        wanted, todo = set[fx.Node](), [node for node in gradients if isinstance(node, fx.Node)]
+        while todo:
+            node = todo.pop()
+            if node not in wanted and node not in env:
+                wanted.add(node)
+                todo += node.all_input_nodes
+        self._check_writes(traced.graph, wanted)
+        with self.graph.inserting_before(self.call):
+            for node in traced.graph.nodes:
+                if node in wanted:
+                    env[node] = self._copy(node, env, traced)
+        return [env[node] for node in gradients]
+
+    def _check_writes(self, traced: fx.Graph, wanted: set[fx.Node]) -> None:
+        """Raise FXP108 for a write into anything but a new tensor that is read as its result."""
+        for node in traced.nodes:
+            if not is_op(node.target) or not node.target._schema.is_mutable:
+                continue
+            into = node.args[0]
+            used = node in wanted
+            fresh = into in wanted and _is_new(into) and _without_write(node.target) != node.target
+            if (used and not fresh) or (into in wanted and not used):
+                raise self._refused(f"its backward calls {node.target}, which writes in place")
+
+    def _copy(self, node: fx.Node, env: dict[fx.Node, fx.Node], traced: fx.GraphModule) -> fx.Node:
+        if node.target is _DETACH:  # of a saved tensor, whose own derivative counts
+            return env[node.args[0]]  # type: ignore[index]
+        if node.op != "call_function":
+            raise self._refused("its backward uses a tensor from outside")
+        if is_op(node.target):
+            if torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
+                raise self._refused("its backward draws random numbers")
+        made = self.graph.node_copy(node, env.__getitem__)
+        made.target = _without_write(node.target)
+        args, kwargs = fx.node.map_arg((made.args, dict(made.kwargs)), value)
+        with fake_mode(self.graph) as mode, python_dispatcher(mode), torch.no_grad():
+            known = made.target(*args, **kwargs)  # type: ignore[operator]
+        made.meta = {**self.call.meta, "val": known}
+        return made
+
+    def _refused(self, why: str) -> FxpartError:
+        place = source_line(self.call.meta.get("stack_trace")) or self.call.name
+        return error(
+            "FXP108",
+            where=place,
+            why=f"the gradient that forward computes cannot be traced: {why}",
+            fix="compute it with differentiable torch operations",
+        )
+
+
+def _is_new(node: fx.Node) -> bool:
+    """Return whether the result of a call has memory of its own."""
+    if not is_op(node.target):
+        return False
+    schema = node.target._schema  # type: ignore[union-attr]
+    return schema.is_mutable or all(result.alias_info is None for result in schema.returns)
+
+
+def _without_write(target: Any) -> Any:
+    """Return the op that returns what an in-place op would write; others unchanged."""
+    if not is_op(target) or not target._schema.is_mutable:
+        return target
+    packet = getattr(torch.ops.aten, target._schema.name.partition("::")[2].removesuffix("_"), None)
+    found = getattr(packet, target._overloadname, target)
+    return target if found._schema.is_mutable else found
