@@ -49,7 +49,10 @@ def refuse_transforms(graph: fx.Graph) -> None:
         if node.op == "call_function" and module.startswith("torch._functorch"):
             place = source_line(node.meta.get("stack_trace")) or node.name
             why = "torch.vmap (or another torch.func transform) in forward cannot be partitioned"
-            fix = "write it with an explicit dim: matmul, einsum, or a loop with torch.stack"
+            fix = (
+                "write it with an explicit dim: matmul, einsum, or a loop with torch.stack; a "
+                "gradient with torch.autograd.grad(..., create_graph=True)"
+            )
             problems.setdefault(place, Problem("FXP108", place, why, fix))
     if problems:
         raise FxpartError(problems.values())

@@ -156,8 +156,8 @@ class _Expansion:
 
     def _insert(self, traced: fx.GraphModule) -> list[fx.Node]:
         """Copy what the gradients need; values of the nodes between exist already."""
-        returned = traced.graph.output_node().args[0]
-        gradients, between = returned  # type: ignore[misc]
+        returned: Any = traced.graph.output_node().args[0]
+        gradients, between = returned
         env = dict(
             zip(traced.graph.find_nodes(op="placeholder"), (*self.inputs, *self.given), strict=True)
         )

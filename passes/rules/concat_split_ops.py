@@ -18,6 +18,7 @@ from .schema_call import (
     Shape,
     UncoveredCallError,
     common,
+    result_size,
     same,
     with_argument,
 )
@@ -262,6 +263,18 @@ def _diagonal(call: SchemaCall) -> ShardingRule:
     return call.rule([dims], [[*kept, "_d"]], linear=["self"])
 
 
+def _surrounded(call: SchemaCall) -> ShardingRule:
+    """Rule for the gradients of slice and select: zeros around the operand along the dim."""
+    rank = len(call.results[0])
+    at = call.dim("dim", rank)
+    out = _dims(rank)
+    out[at] = "_n"
+    inside = list(out)
+    inside[at : at + 1] = ["_m"] if len(call.operands[0][1]) == rank else []
+    sizes = result_size("input_sizes")
+    return call.rule([inside], [out], linear=["grad_output"], localise=sizes)
+
+
 _PADS = ("reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "constant_pad_nd")
 
 TABLE: dict[str, Entry] = {
@@ -274,6 +287,7 @@ TABLE: dict[str, Entry] = {
     "aten.select": _select,
     "aten.slice": _slice,
     "aten.narrow": _narrow,
+    **dict.fromkeys(("aten.slice_backward", "aten.select_backward"), _surrounded),
     "aten.select_scatter": _scattered,
     "aten.slice_scatter": _scattered,
     "aten.diff": _diff,

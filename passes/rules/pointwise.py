@@ -169,7 +169,8 @@ log_sigmoid hardsigmoid divide multiply subtract isclose isreal negative absolut
 greater greater_equal less less_equal not_equal floor_divide_ masked_fill_ special_expit
 special_log1p special_xlogy special_erf special_expm1 special_logit fix arccos arcsin arctanh
 arcsinh arccosh special_digamma special_gammaln polar complex special_sinc special_psi
-special_round special_exp2
+special_round special_exp2 softplus_backward hardtanh_backward leaky_relu_backward elu_backward
+hardswish_backward hardsigmoid_backward mish_backward
 """.split()
 
 TABLE: dict[str, Entry] = {

@@ -193,6 +193,19 @@ def _diagonal_scatter(r: Draw) -> Example:
     return Example(ATEN.diagonal_scatter.default, (whole, part, 0, 0, -1))
 
 
+def _slice_backward(r: Draw) -> Example:
+    shape, dim = r.sizes(3, 2, 6), r.dim(3) % 3
+    part = [*shape[:dim], shape[dim] - 1, *shape[dim + 1 :]]
+    args = (r.real(*part), shape, dim, 1, 9223372036854775807, 1)
+    return Example(ATEN.slice_backward.default, args)
+
+
+def _select_backward(r: Draw) -> Example:
+    shape, dim = r.sizes(3, 2, 6), r.dim(3) % 3
+    part = [*shape[:dim], *shape[dim + 1 :]]
+    return Example(ATEN.select_backward.default, (r.real(*part), shape, dim, r.pick([0, -1, 1])))
+
+
 def _slice_scatter(r: Draw) -> Example:
     shape, dim = r.sizes(2, 3, 6), r.dim(2)
     part = list(shape)
@@ -285,6 +298,8 @@ EXAMPLES: dict[str, Maker] = {
     "aten.unbind": along(ATEN.unbind.int),
     "aten.select": along(ATEN.select.int, -1),
     "aten.slice": _slice,
+    "aten.slice_backward": _slice_backward,
+    "aten.select_backward": _select_backward,
     "aten.narrow": _narrow,
     "aten.select_scatter": _select_scatter,
     "aten.slice_scatter": _slice_scatter,

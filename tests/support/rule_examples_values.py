@@ -191,6 +191,29 @@ def _complex(op: Any) -> Maker:
     return make
 
 
+DERIVATIVES: dict[str, tuple[Any, ...]] = {
+    "softplus": (1.0, 20.0),
+    "hardtanh": (-1.0, 1.0),
+    "leaky_relu": (0.1, False),
+    "elu": (1.0, 1.0, 1.0, False),
+    "hardswish": (),
+    "hardsigmoid": (),
+    "mish": (),
+}
+
+
+def _derivative(op: Any, *rest: Any) -> Maker:
+    """Backward ops of activations; the input of elu is the last argument."""
+
+    def make(r: Draw) -> Example:
+        shape = r.shape(1, 3)
+        grad, x = r.real(*shape), r.real(*shape)
+        last = op is ATEN.elu_backward.default
+        return Example(op, (grad, *rest, x) if last else (grad, x, *rest), gradients=False)
+
+    return make
+
+
 EXAMPLES: dict[str, Maker] = {
     **{f"aten.{name}": _complex(getattr(ATEN, name).default) for name in _COMPLEX},
     "aten.view_as_real": _complex(ATEN.view_as_real.default),
@@ -242,6 +265,10 @@ EXAMPLES: dict[str, Maker] = {
     **{
         f"aten.{n}": whole_numbers(getattr(ATEN, n).Tensor)
         for n in ("__and__", "__or__", "__xor__", "__lshift__", "__rshift__")
+    },
+    **{
+        f"aten.{n}_backward": _derivative(getattr(ATEN, f"{n}_backward").default, *rest)
+        for n, rest in DERIVATIVES.items()
     },
     "aten.complex": alike(ATEN.complex.default),
     "aten.polar": alike(ATEN.polar.default, chance=True),

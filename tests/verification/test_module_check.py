@@ -186,7 +186,7 @@ class NodeHook(Base):
 
 WRONG: list[type[Base]] = [
     DictOfMeans, Window, LateWarmUp, ScheduleObject, GlobalCounter, ClassCounter, Count,
-    AlternatingFlag, NumpyNoise, OwnGenerator, NumpyGenerator, SeldomDropped, InnerGradient,
+    AlternatingFlag, NumpyNoise, OwnGenerator, NumpyGenerator, SeldomDropped,
     TransformedGradient, LateBuffer, NodeHook,
 ]  # fmt: skip
 
@@ -242,9 +242,9 @@ class UnusedDraw(Base):
 
 
 # Where the tracer itself finds that it cannot record the module.
-CODES = {TransformedGradient: ("FXP101", "FXP113")}
+CODES = {TransformedGradient: ("FXP108",)}
 RIGHT: list[type[Base]] = [
-    Base, LastValueKept, UnreadCounter, LazyTable, AssignedBuffer, UnusedDraw,
+    Base, LastValueKept, UnreadCounter, LazyTable, AssignedBuffer, UnusedDraw, InnerGradient,
 ]  # fmt: skip
 
 

@@ -103,3 +103,22 @@ def own_backward() -> Script:
             return Reverse.apply(x)  # type: ignore[no-any-return]
 
     return script(Reversed())
+
+
+@behavior(
+    AREA, "a gradient that forward computes, with a loss of it",
+    "microbatches", "pipeline", "replicas", "tensor",
+)  # fmt: skip
+def forward_gradient() -> Script:
+    class Penalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            found = self.net(x)
+            (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+            return F.mse_loss(found, target) + (slope.norm(dim=1) - 1).square().mean()
+
+    return Script(Penalized(), batches())

@@ -13,8 +13,8 @@ PAGE = Path(__file__).resolve().parents[3] / "fxpart" / "docs" / "supported.md"
 INTRODUCTION = """# Supported and refused programs
 
 Each row is a program that the tests train with fxpart and with plain PyTorch in one process.
-"Equal" means that weights and buffers agree with plain PyTorch within rounding. A code means that
-fxpart refuses the program with this error before it computes a wrong result.
+"Equal" means that weights and buffers agree within rounding. A code is the error with which fxpart
+refuses the program.
 `python -m supported.page`, run in `tests/support/`, writes this page.
 
 | layout | meaning |

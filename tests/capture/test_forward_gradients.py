@@ -1,0 +1,125 @@
+"""Gradients that forward computes are operations of the graph, with their own gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import grad
+from torch.nn import functional as F
+
+from fxpart.capture import capture
+from fxpart.errors import FxpartError
+
+
+class Equation(nn.Module):
+    """The residual of a differential equation, with second derivatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 1)
+        )
+        self.rate = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, time: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        time, place = time.clone().requires_grad_(), place.clone().requires_grad_()
+        value = self.net(torch.cat([time, place], 1))
+        ones = torch.ones_like(value)
+        of_time, of_place = grad(value, (time, place), (ones,), create_graph=True)
+        (twice,) = grad(of_place, place, grad_outputs=ones, create_graph=True)
+        return (of_time + value * of_place - self.rate * twice).square().mean()
+
+
+class Forces(nn.Module):
+    """The gradient of an energy by positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 8), nn.Linear(8, 1, bias=False)
+
+    def forward(self, places: torch.Tensor, forces: torch.Tensor) -> torch.Tensor:
+        places = places.requires_grad_()
+        distances = (places.unsqueeze(2) - places.unsqueeze(1)).square().sum(-1).add(0.1).sqrt()
+        energy = self.outer(F.softplus(self.inner(distances))).sum()
+        return F.mse_loss(-grad(energy, places, create_graph=True)[0], forces)
+
+
+class InnerStep(nn.Module):
+    """A step on a weight inside of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def loss(weight: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(self.outer(torch.tanh(F.linear(x, weight, self.inner.bias))), y)
+
+        weight = self.inner.weight
+        return loss(weight - 0.1 * grad(loss(weight), weight, create_graph=True)[0])
+
+
+class Weighed(nn.Module):
+    """Rows count by a gradient that has no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        error = (self.layer(x).sin().squeeze(-1) - y.sum(-1)).square()
+        (gradient,) = grad(error.sum(), x, retain_graph=True)
+        return (error * gradient.norm(dim=-1)).mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(Equation, (6, 1)), (Forces, (4, 3, 3)), (InnerStep, (6, 3)), (Weighed, (6, 3))],
+)
+def test_they_have_gradients(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, batch = kind(), (torch.randn(shape), torch.randn(shape))
+    captured = capture(model, batch)
+    assert captured.method == "export" and captured.symbolic
+    other = tuple(torch.cat([t, t + 0.1]) for t in batch)
+    for given in (batch, other):
+        loss = captured.graph(*given)[0]
+        own = model(*(t.clone() for t in given))
+        assert torch.allclose(loss, own, rtol=1e-6)
+        pairs = [torch.autograd.grad(one, [*model.parameters()]) for one in (loss, own)]
+        for found, wanted in zip(*pairs, strict=True):
+            assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))
+        assert any(gradient.any() for gradient in pairs[1])
+
+
+class Changed(nn.Module):
+    def __init__(self, change: Any, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.change, self.options = nn.Linear(3, 1), change, options
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x, y = x.requires_grad_(), y.requires_grad_()
+        value = self.change(self.layer(x).tanh())
+        found = grad(
+            value.sum(), [x, y][: len(self.options) + 1], create_graph=True, **self.options
+        )
+        return value.mean() + found[0].square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Changed(nn.Dropout(0.5)), "random|bernoulli"),
+        (Changed(lambda x: (2 * x).add_(1)), "in place"),
+        (Changed(nn.Identity(), allow_unused=True), "does not depend on one of the inputs"),
+    ],
+)
+def test_what_has_no_operations_is_refused(model: nn.Module, why: str) -> None:
+    with pytest.raises(FxpartError, match=why) as caught:
+        capture(model, (torch.randn(4, 3), torch.randn(4, 3)))
+    problem = caught.value.problems[0]
+    assert problem.code == "FXP108" and "test_forward_gradients.py" in problem.where
