@@ -93,7 +93,7 @@ class _Expansion:
     def __init__(self, graph: fx.Graph, call: fx.Node) -> None:
         """Find the nodes between."""
         self.graph, self.call = graph, call
-        self.outputs, self.inputs, self.weights = (list(group) for group in call.args)  # type: ignore[arg-type, union-attr]
+        self.outputs, self.inputs, self.weights = (list(group) for group in call.args)  # type: ignore[arg-type]
         reached: set[fx.Node] = set(self.inputs)
         for node in graph.nodes:
             if node is call:
@@ -116,7 +116,7 @@ class _Expansion:
         for node in self.between:
             if not is_op(node.target) and node.target not in _ITEMS:
                 raise self._refused(f"{node.name} calls no single operation")
-            if is_op(node.target) and node.target._schema.is_mutable:  # type: ignore[union-attr]
+            if is_op(node.target) and node.target._schema.is_mutable:
                 raise self._refused(f"{node.target} writes a tensor in place")
         mode = fake_mode(self.graph)
         values = [value(node) for node in (*self.inputs, *self.given)]
@@ -142,7 +142,7 @@ class _Expansion:
             known |= dict(zip(self.inputs, starts, strict=True))
             for node in self.between:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                known[node] = node.target(*args, **kwargs)
             found = torch.autograd.grad(
                 [known[node] for node in self.outputs],
                 starts,

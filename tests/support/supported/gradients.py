@@ -94,7 +94,7 @@ class Reverse(torch.autograd.Function):
 
 
 @behavior(
-    AREA, "a torch.autograd.Function with a backward of its own",
+    AREA, "a torch.autograd.Function with its own backward",
     "microbatches", "pipeline", "replicas", "tensor",
 )  # fmt: skip
 def own_backward() -> Script:
@@ -106,7 +106,7 @@ def own_backward() -> Script:
 
 
 @behavior(
-    AREA, "a gradient that forward computes, with a loss of it",
+    AREA, "a gradient that forward computes",
     "microbatches", "pipeline", "replicas", "tensor",
 )  # fmt: skip
 def forward_gradient() -> Script:
