@@ -9,7 +9,7 @@ of differential equations.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fxpart.capture.source_locations import source_line
 from fxpart.compat import python_dispatcher, record_operations
 from fxpart.compiler.effects import is_op
+from fxpart.compiler.function_ops import find_function
 from fxpart.compiler.graph_edit import fake_mode, value
 from fxpart.errors import FxpartError, error
 
@@ -30,6 +31,7 @@ _LIBRARY.impl(
     lambda outputs, inputs, weights: [torch.empty_like(tensor) for tensor in inputs],
     "CompositeImplicitAutograd",
 )
+_CALL = torch.ops.fxpart.gradient.default
 _DETACH = torch.ops.aten.detach.default
 _ITEMS = (operator.getitem,)
 
@@ -76,15 +78,20 @@ def gradients_recorded() -> Iterator[None]:
         yield
 
 
-def expand_gradients(graph: fx.Graph) -> None:
+def expand_gradients(graph: fx.Graph, regions: Iterable[fx.GraphModule]) -> None:
     """Replace each recorded call by the operations of its backward.
 
-    Raise FXP108 for a backward that writes tensors in place or draws random numbers, and where an
-    output does not depend on an input.
+    regions: the graphs of no-grad and autocast regions. Raise FXP108 for a call in one of them, for
+    a backward that writes tensors in place or draws random numbers, and where an output does not
+    depend on an input.
     """
     for node in list(graph.nodes):
-        if node.target is torch.ops.fxpart.gradient.default:
+        if node.target is _CALL:
             _Expansion(graph, node).run()
+    for region in regions:
+        for node in region.graph.nodes:
+            if node.target is _CALL:
+                raise _refused(node, "it is inside of a torch.autocast or torch.no_grad region")
 
 
 class _Expansion:
@@ -116,6 +123,8 @@ class _Expansion:
         for node in self.between:
             if not is_op(node.target) and node.target not in _ITEMS:
                 raise self._refused(f"{node.name} calls no single operation")
+            if find_function(node.target):
+                raise self._refused("a torch.autograd.Function has a backward of its own")
             if is_op(node.target) and node.target._schema.is_mutable:
                 raise self._refused(f"{node.target} writes a tensor in place")
         mode = fake_mode(self.graph)
@@ -207,13 +216,16 @@ class _Expansion:
         return made
 
     def _refused(self, why: str) -> FxpartError:
-        place = source_line(self.call.meta.get("stack_trace")) or self.call.name
-        return error(
-            "FXP108",
-            where=place,
-            why=f"the gradient that forward computes cannot be traced: {why}",
-            fix="compute it with differentiable torch operations",
-        )
+        return _refused(self.call, why)
+
+
+def _refused(call: fx.Node, why: str) -> FxpartError:
+    return error(
+        "FXP108",
+        where=source_line(call.meta.get("stack_trace")) or call.name,
+        why=f"the gradient that forward computes cannot be traced: {why}",
+        fix="compute it with differentiable torch operations",
+    )
 
 
 def _is_new(node: fx.Node) -> bool:

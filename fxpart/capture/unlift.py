@@ -89,7 +89,13 @@ def unlift(
     refuse_transforms(source.graph)
     refuse_data_sizes(source.graph, recorded=False)
     outputs, kind = _copy_body(exported, graph, env, root)
-    expand_gradients(graph)
+    regions = [
+        m
+        for region in root.values()
+        if isinstance(region, fx.GraphModule)
+        for m in region.modules()
+    ]
+    expand_gradients(graph, [m for m in regions if isinstance(m, fx.GraphModule)])
     module = fx.GraphModule(root, graph, class_name="Captured")
     module.meta[LEVEL_KEY] = Level.CAPTURED
     annotate(module, loss_prefix)

@@ -123,3 +123,11 @@ def test_what_has_no_operations_is_refused(model: nn.Module, why: str) -> None:
         capture(model, (torch.randn(4, 3), torch.randn(4, 3)))
     problem = caught.value.problems[0]
     assert problem.code == "FXP108" and "test_forward_gradients.py" in problem.where
+
+
+def test_gradients_under_autocast_are_refused() -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(6, 3), torch.randn(6, 3))
+    with pytest.raises(FxpartError, match="inside of a torch.autocast") as caught:
+        capture(InnerStep(), batch, precision="bf16")
+    assert caught.value.code == "FXP108"
