@@ -342,6 +342,13 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "zb-h1": training({**STAGES, "schedule": "zb-h1"}),
     "recompute": training(options={"recompute": "full"}),
     "recompute selectively": training(options={"recompute": "selective"}),
+    "offload": training(optimizer=ADAM, options={"offload": "both"}),
+    "offload recomputed": training(options={"offload": "both", "recompute": "full"}),
+    "offload split": training({**STAGES, "schedule": "zb-h1"}, options={"offload": "activations"}),
+    "offload zero 1": training({"mesh": "dp=2", "zero": 1}, options={"offload": "both"}),
+    "offload zero 3": training(
+        {"mesh": "dp=2", "zero": 3}, options={"offload": "both", "clip_norm": 0.1}, clip_norm=0.1
+    ),
     "dp": training({"mesh": "dp=2"}, options={"clip_norm": 0.1}, clip_norm=0.1),
     "zero 1": training({"mesh": "dp=2", "zero": 1}),
     "zero 3": training({"mesh": "dp=2", "zero": 3}, options={"clip_norm": 0.1}, clip_norm=0.1),
@@ -367,10 +374,13 @@ def main(names: list[str]) -> None:
     """Run the programs and print their rows."""
     import fxpart.runtime.batch.device_copy as device_copy
     import fxpart.runtime.checkpointing.snapshot as snapshot
+    import fxpart.runtime.executor.activation_offload as activation_offload
+    import fxpart.runtime.optimizer.host_parameters as host_parameters
 
     torch.set_num_threads(1)
     stand_in.register()
-    device_copy.allocate_pinned = snapshot.allocate_pinned = stand_in.pin  # type: ignore[attr-defined]
+    for module in (device_copy, snapshot, activation_offload, host_parameters):
+        module.allocate_pinned = stand_in.pin  # type: ignore[attr-defined]
     for name in names or PROGRAMS:
         begin = time.perf_counter()
         try:
