@@ -177,18 +177,38 @@ def asynchronous(mode: str) -> Callable[[], dict[str, Any]]:
     return lambda: both(work)
 
 
-def checkpointed() -> dict[str, Any]:
+def offloaded() -> dict[str, Any]:
+    """Memory of the device: no optimizer state, and few activations of microbatches in flight."""
+    found = []
+    for offload in ("none", "both"):
+        program, begin = compiled("gpu", {**STAGES, "schedule": "gpipe"}), stand_in.memory.now
+        trainer = program.trainer(ADAM, offload=offload)
+        trainer.step(batches()[0])
+        trainer.zero_grad()
+        resident, stand_in.memory.peak = stand_in.memory.now, 0
+        trainer.step(batches()[1])
+        found.append((resident - begin, stand_in.memory.peak - resident))
+        states = [s for each in trainer.optimizers.values() for s in each.state.values()]
+        places = {t.device.type for s in states for t in s.values()}
+        assert places == {"cpu" if offload == "both" else stand_in.NAME}, places
+        size = sum(t.nbytes for t in trainer.state_dict().values())
+    (plain, before), (small, after) = found
+    sys.stderr.write(f"bytes resident, and of a step: {found}; weights {size}\n")
+    return {"found": [plain - small >= 2 * size, after < 0.7 * before], "wanted": [True, True]}
+
+
+def checkpointed(**options: Any) -> dict[str, Any]:
     """Continue from a checkpoint that was written while training went on; also on the CPU."""
     folder = Path(tempfile.mkdtemp())
     programs = {kind: compiled(kind) for kind in ("gpu", "cpu")}
-    first = programs["gpu"].trainer(ADAM)
+    first = programs["gpu"].trainer(ADAM, **options)
     first.fit(batches()[:2], checkpoints=folder, progress=False)
     generated = torch.randn(3, device=stand_in.NAME).tolist()
     saved = state_of(first)
     rest = [[float(first.step(b)) for b in batches()], state_of(first)]
     found = []
     for kind in ("gpu", "cpu"):
-        other = programs[kind].trainer(ADAM)
+        other = programs[kind].trainer(ADAM, **options)
         other.load_checkpoint(folder)
         check_place(other, kind)
         again = torch.randn(3, device=stand_in.NAME).tolist()
@@ -349,6 +369,8 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "offload zero 3": training(
         {"mesh": "dp=2", "zero": 3}, options={"offload": "both", "clip_norm": 0.1}, clip_norm=0.1
     ),
+    "offloaded memory": offloaded,
+    "offload checkpoint": functools.partial(checkpointed, offload="both"),
     "dp": training({"mesh": "dp=2"}, options={"clip_norm": 0.1}, clip_norm=0.1),
     "zero 1": training({"mesh": "dp=2", "zero": 1}),
     "zero 3": training({"mesh": "dp=2", "zero": 3}, options={"clip_norm": 0.1}, clip_norm=0.1),

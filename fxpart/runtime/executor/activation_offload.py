@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,6 +43,11 @@ class ActivationOffload:
         resident = _get_addresses([*self._module.parameters(), *self._module.buffers(), *inputs])
         record = MicrobatchActivations(self, resident)
         return torch.autograd.graph.saved_tensors_hooks(record.pack, _unpack)
+
+    def release(self) -> None:
+        """After a backward, release the storages that were not yet released and are not needed."""
+        for stream in self._streams.values():
+            stream.release_unused()
 
     def stream(self, device: torch.device) -> _CopyStream:
         """Return what copies to and from a device."""
@@ -164,6 +169,15 @@ def _unpack(kept: Any) -> torch.Tensor:
     return found
 
 
+class _Leaving(NamedTuple):
+    """A tensor whose storage is being copied to the host: the event after the copy, its writes."""
+
+    copied: Any
+    tensor: torch.Tensor
+    writes: int
+    owner: weakref.ref[_HostStorage]
+
+
 class _CopyStream:
     """Copies between a device and the host beside the device's computation.
 
@@ -174,7 +188,7 @@ class _CopyStream:
         self._device = device
         self._module = get_device_module(device) if is_accelerator(device) else None
         self._stream = None if self._module is None else self._module.Stream(device)
-        self._leaving: deque[tuple[Any, torch.Tensor, int, weakref.ref[_HostStorage]]] = deque()
+        self._leaving: deque[_Leaving] = deque()
 
     def send(self, line: torch.Tensor, tensor: torch.Tensor, owner: _HostStorage) -> torch.Tensor:
         """Return host memory into which the bytes are copied; they stay on the device meanwhile."""
@@ -185,9 +199,11 @@ class _CopyStream:
             host.copy_(line, non_blocking=True)
             copied = self._stream.record_event()
         owner.keep(line)
-        self._leaving.append((copied, tensor, get_write_count(tensor), weakref.ref(owner)))
+        self._leaving.append(
+            _Leaving(copied, tensor, get_write_count(tensor), weakref.ref(owner))
+        )
         while len(self._leaving) > AHEAD:
-            self._release()
+            self._release(*self._leaving.popleft())
         return host
 
     def bring(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -204,9 +220,20 @@ class _CopyStream:
         if event is not None and self._module is not None:
             self._module.current_stream(self._device).wait_event(event)
 
-    def _release(self) -> None:
-        """Release the oldest storage, which the computation may then use for other tensors."""
-        copied, tensor, writes, reference = self._leaving.popleft()
+    def release_unused(self) -> None:
+        """Release the storages of which the backward has read all tensors."""
+        needed, unused = deque[_Leaving](), []
+        for leaving in self._leaving:
+            owner = leaving.owner()
+            (unused if owner is None or owner.uses <= 0 else needed).append(leaving)
+        self._leaving = needed
+        for leaving in unused:
+            self._release(*leaving)
+
+    def _release(
+        self, copied: Any, tensor: torch.Tensor, writes: int, reference: weakref.ref[_HostStorage]
+    ) -> None:
+        """Release a storage, whose memory the computation may then use for other tensors."""
         self.wait(copied)
         owner = reference()
         if owner is not None:
