@@ -39,6 +39,25 @@ def prediction(plan: Plan) -> Faults:
         yield from _entry(plan, entry, where)
         yield from _ranks(plan, entry, stage_of, where)
     yield from _hosts(plan, stage_of)
+    yield from host_memory(plan)
+
+
+def host_memory(plan: Plan) -> Faults:
+    """Check that what the ranks of a host offload fits into its memory, if that is not theirs."""
+    needed: Counter[str] = Counter()
+    for entry in plan.prediction.ranks if plan.offload != "none" else ():
+        for rank in entry.ranks:
+            index = plan.devices[rank] if 0 <= rank < len(plan.devices) else rank
+            if 0 <= index < len(plan.cluster.devices):
+                device = plan.cluster.devices[index]
+                needed[device.host] += entry.host if device.kind != "cpu" else 0
+    for host, size in sorted(needed.items()):
+        limit = plan.cluster.get_host_memory(host)
+        if size > limit:
+            yield (
+                "prediction.ranks",
+                f"offload={plan.offload} needs {size} bytes on {host}, which has {limit}",
+            )
 
 
 def _hosts(plan: Plan, stage_of: dict[int, int]) -> Faults:

@@ -26,6 +26,7 @@ from fxpart.plan.model import (
     RankPrediction,
     Stage,
 )
+from fxpart.plan.offload import offload_of
 from fxpart.plan.precision import precision_of, transfer_dtype_of
 from fxpart.plan.prediction import HostLoad, StepParts, step_parts
 from fxpart.plan.schedule import with_directions
@@ -123,6 +124,7 @@ def make_plan(
         schedule=choice.schedule,
         precision=precision_of(constraints),
         transfer_dtype=transfer_dtype_of(constraints),
+        offload=offload_of(constraints),
         optimizer=optimizer,
         seed=spec.seed,
         prediction=_prediction(evaluation, schedule, edges, rows, loads),
@@ -273,6 +275,7 @@ def rank_prediction(
         in_flight=cost.in_flight,
         workspace=cost.workspace - problem.packed,
         update=cost.updating,
+        host=cost.host,
     )
 
 

@@ -240,7 +240,7 @@ def _select_placements(
         request.cluster,
         cost_model=request.cost_model,
         microbatches=expected.microbatches or 1,
-        optimizer=request.optimizer,
+        optimizer=request.resident_optimizer,
         in_flight=expected.in_flight,
         stages=expected.stages,
         time_limit=float(request.constraints.get("time_limit", 30.0)),

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxpart.costmodels.efficiency import copy_bandwidth
+from fxpart.pricing.host_offload import update_seconds
 from fxpart.pricing.optimizer_step import (
     RATE,
     ROWS,
@@ -67,12 +68,20 @@ class NonOpCosts:
         return cls(device, known.factors, full, full * known.action, full * known.step)
 
     def updates(self, weights: Sequence[Weight], blocks: int) -> tuple[float, ...]:
-        """Return the optimizer's seconds by block; a tied weight counts for its first."""
-        if UPDATE not in self.factors:
-            return step_seconds(tuple(weights), blocks, self.device)
+        """Return the optimizer's seconds by block; a tied weight counts for its first.
+
+        An update of an offloaded weight on the host is not calibrated.
+        """
+        here = tuple(weight for weight in weights if not weight.host)
         seconds = [0.0] * blocks
-        for weight in weights:
+        if UPDATE not in self.factors:
+            seconds = list(step_seconds(here, blocks, self.device))
+            here = ()
+        for weight in here:
             seconds[weight.blocks[0]] += self._seconds_of(update_parts([weight]))
+        for weight in weights:
+            if weight.host:
+                seconds[weight.blocks[0]] += update_seconds(weight, self.device)
         return tuple(seconds)
 
     def of_timed(self, weights: Sequence[Weight], share: float, microbatches: int) -> float:

@@ -16,6 +16,7 @@ from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.compiler.collective_calls import is_collective
 from fxpart.compiler.node_annotation import BlockInfo
 from fxpart.errors import error
+from fxpart.plan.offload import Offload
 from fxpart.pricing.collective_traffic import (
     CollectiveTransfer,
     NodeTraffic,
@@ -25,6 +26,7 @@ from fxpart.pricing.collective_traffic import (
 )
 from fxpart.pricing.device_groups import Rings, group_devices
 from fxpart.pricing.device_limits import RESERVE, group_by_kind, limits
+from fxpart.pricing.host_offload import HostOffload
 from fxpart.pricing.memory import crossing, saved_storages
 from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.pricing.recompute_costs import BlockForward, RecomputeCosts
@@ -70,6 +72,7 @@ def price(
     sharing: StageParallelism | None = None,
     transfer_dtype: str = "",
     recompute: Sequence[Recompute] = ("none",),
+    offload: Offload = "none",
 ) -> tuple[PartitionProblem, dict[str, str]]:
     """Return the partition problem of a graph on a cluster, and the sources of its costs.
 
@@ -79,8 +82,8 @@ def price(
     devices. sharing: where a stage is several ranks; the graph is then that of one rank, and the
     devices of the problem are groups of consecutive devices of the cluster. transfer_dtype: dtype
     in which float32 is sent between stages, "" for no conversion. recompute: the modes of
-    activation recomputation that stages may use; without a backward there is none. others:
-    schedules that may be used on the stages besides ``schedules``. Raises FXP105 (the batch cannot
+    activation recomputation that stages may use; without a backward there is none. offload: what is in
+    host memory. others: schedules that may be used on the stages besides ``schedules``. Raises FXP105 (the batch cannot
     be split), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
@@ -94,7 +97,8 @@ def price(
     own = [NonOpCosts.of(model, device) for device in devices]
     most = min(len(places.devices), len(blocks), max_stages or len(places.devices))
     cuts = variants(captured, _rows(captured, batch_size, shared, microbatches), microbatches, most)
-    whole = weights(graph.graph, captured, trained, choose(optimizer))
+    host = HostOffload.of(offload, cluster)
+    whole = tuple(map(host.weight, weights(graph.graph, captured, trained, choose(optimizer))))
     state = tuple(map(shared.divided, whole))
     modes: tuple[Recompute, ...] = tuple(recompute) if captured.training else ("none",)
     pricer = _Pricer(
@@ -109,7 +113,8 @@ def price(
         values=pricer.values,
         weights=state,
         variants=tuple(
-            pricer.variant(split, Sizes(captured, split, shared.parts)) for split in cuts
+            host.variant(pricer.variant(split, Sizes(captured, split, shared.parts)), devices)
+            for split in cuts
         ),
         step=tuple(
             tuple(map(add, each.updates(state, len(blocks)), times.by_block)) for each in own
@@ -122,6 +127,7 @@ def price(
         max_stages=max(most, 1),
         packed=pricer.packed,
         recompute=modes,
+        offloads=host.others,
     )
     return problem, _provenance(model, cluster, choose(optimizer).name, captured, pricer)
 

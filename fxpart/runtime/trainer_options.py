@@ -11,8 +11,8 @@ import torch
 
 from fxpart.accelerator import is_accelerator
 from fxpart.errors import FxpartError, Problem, error
-from fxpart.program.replica_groups import explain_unsupported_ties
 from fxpart.plan.offload import OFFLOADS, offloads_activations
+from fxpart.program.replica_groups import explain_unsupported_ties
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.runtime.mesh.mesh_ranks import Ranks

@@ -147,6 +147,7 @@ class Module(ModuleType):
             yield
         finally:
             _here.stream = _computing
+
     default_generators = (generator,)
 
     def is_available(self) -> bool:

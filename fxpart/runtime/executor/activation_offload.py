@@ -102,7 +102,16 @@ class MicrobatchActivations:
 class _HostStorage:
     """One storage on the host. uses: how many saved tensors of it the backward has not read."""
 
-    __slots__ = ("__weakref__", "_arrived", "_device", "_host", "_place", "_record", "_stream", "uses")
+    __slots__ = (
+        "__weakref__",
+        "_arrived",
+        "_device",
+        "_host",
+        "_place",
+        "_record",
+        "_stream",
+        "uses",
+    )
 
     def __init__(
         self,
@@ -199,9 +208,7 @@ class _CopyStream:
             host.copy_(line, non_blocking=True)
             copied = self._stream.record_event()
         owner.keep(line)
-        self._leaving.append(
-            _Leaving(copied, tensor, get_write_count(tensor), weakref.ref(owner))
-        )
+        self._leaving.append(_Leaving(copied, tensor, get_write_count(tensor), weakref.ref(owner)))
         while len(self._leaving) > AHEAD:
             self._release(*self._leaving.popleft())
         return host

@@ -80,7 +80,12 @@ class RankInstructions(Executor):
         found, again = self._routes.found, (recompute or {}) if train else {}
         self._signatures = {
             index: StageSignature.of(
-                spec, spec.stages[index], module, found, keep_outputs, again.get(index, "none"),
+                spec,
+                spec.stages[index],
+                module,
+                found,
+                keep_outputs,
+                again.get(index, "none"),
                 offload and train,
             )  # fmt: skip
             for index, module in modules.items()

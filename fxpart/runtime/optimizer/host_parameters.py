@@ -157,6 +157,10 @@ def _allocate_bucket(bucket: Sequence[tuple[torch.Tensor, int]], size: int) -> l
     found = []
     for tensor, start in bucket:
         part = line[start : start + tensor.nbytes].view(tensor.dtype)
-        layout = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        layout = (
+            tensor.stride()
+            if _is_dense(tensor)
+            else torch.empty(tensor.shape, device="meta").stride()
+        )
         found.append(part.as_strided(tensor.size(), layout, part.storage_offset()))
     return found

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from fxpart.plan.offload import Offload
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.weight_modes import STASH
 from fxpart.solver.problem import Recompute
@@ -195,8 +196,8 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     batch). no_cut_after: no stage may end after these blocks; cut_after: a stage must end after
     these. pins: constraints. virtual: stages per rank that "interleaved" may use. uniform: every
     stage has the same data, tensor and expert degree, ZeRO level and shard degree. weights: the
-    weight mode of "async". worst: all devices and links were priced as the slowest of them. Bubble
-    and memory of the schedules: :mod:`fxpart.solver.schedule_costs`.
+    weight mode of "async". worst: all devices and links were priced as the slowest of them. offloads:
+    that remedies may name. Bubble and memory of the schedules: :mod:`fxpart.solver.schedule_costs`.
     """
 
     format: Literal["fxpart-joint-problem"] = "fxpart-joint-problem"
@@ -221,6 +222,7 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     pins: tuple[StagePin, ...] = ()
     uniform: bool = False
     worst: bool = False
+    offloads: tuple[Offload, ...] = ()
 
 
 class JointChoice(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
