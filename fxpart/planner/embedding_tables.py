@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -12,6 +12,7 @@ from fxpart.compat.optimizer_choice import choose, state_bytes
 from fxpart.compiler.graph_edit import value
 from fxpart.compiler.sparse_lookups import sparse_lookup, sparse_tables
 from fxpart.passes.rules import rule_of
+from fxpart.plan.offload import offloads_optimizer
 from fxpart.pricing.device_limits import RESERVE
 from fxpart.pricing.weights import trained_names
 
@@ -55,6 +56,11 @@ def shard_large_tables(
         found[name] = f"{axis}:S(0)"
         total -= sizes[name] * (1 - 1 / parts)
     return found
+
+
+def get_resident_optimizer(request: PlanRequest) -> Any:
+    """Return the optimizer as far as its state is in the devices' memory."""
+    return "sgd" if offloads_optimizer(request.offload) else request.optimizer
 
 
 def _tables(graph: fx.Graph, axis: str, given: Mapping[str, str]) -> list[str]:

@@ -14,7 +14,7 @@ from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.constraint_table import DATA_AXES, DATA_AXIS, QUEUE, SHARD_AXIS
 from fxpart.plan.model import Plan
-from fxpart.plan.offload import Offload, offload_of, offloads_optimizer
+from fxpart.plan.offload import Offload, offload_of
 from fxpart.plan.precision import precision_of, transfer_dtype_of
 from fxpart.plan.staleness_penalty import StalenessPenalty
 from fxpart.planner.constraints import (
@@ -72,11 +72,6 @@ class PlanRequest:
     def offload(self) -> Offload:
         """Return what is in host memory."""
         return offload_of(self.constraints)
-
-    @property
-    def resident_optimizer(self) -> Any:
-        """Return the optimizer as far as its state is in the devices' memory."""
-        return "sgd" if offloads_optimizer(self.offload) else self.optimizer
 
     @property
     def mode(self) -> str:

@@ -66,8 +66,8 @@ def joint_problem(
     as for :func:`fxpart.compat.optimizer_choice.choose`. weights: weight mode of the schedule
     "async". space: the allowed choices. transfer_dtype: dtype in which float32 is sent between
     stages, "" for no conversion. sequences: the graph's placements under context parallelism; None
-    excludes it. offload: what is in host memory. Raises FXP105 (the batch cannot be split), FXP109 (an argument),
-    FXP201 (no blocks) and FXP403 (no link).
+    excludes it. offload: what is in host memory. Raises FXP105 (the batch cannot be split), FXP109
+    (an argument), FXP201 (no blocks) and FXP403 (no link).
     """
     costs = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     if not graph.meta.get(BLOCKS_KEY):

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from fxpart import costmodels
 from fxpart.costmodels.efficiency import copy_bandwidth
+from fxpart.pricing.device_groups import group_devices
+from fxpart.pricing.device_limits import group_by_kind
 from fxpart.pricing.host_offload import update_seconds
 from fxpart.pricing.optimizer_step import (
     RATE,
@@ -28,6 +31,7 @@ from fxpart.pricing.weights import step_seconds
 
 if TYPE_CHECKING:
     from fxpart.cluster.devices import Device
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
     from fxpart.solver.problem import Weight
 
@@ -145,3 +149,12 @@ class NonOpCosts:
         return self.full * sum(
             seconds * self.factors.get(name, 1.0) for name, seconds in parts.items()
         )
+
+
+def copying_of(
+    cluster: Cluster, cost_model: str | CostModel, group_size: int = 1
+) -> tuple[float, ...]:
+    """Return the seconds to read or write a byte, by the problem's device types."""
+    model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
+    devices, _ = group_by_kind(group_devices(cluster, group_size))
+    return tuple(NonOpCosts.of(model, device).copying for device in devices)

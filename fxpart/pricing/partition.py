@@ -82,9 +82,9 @@ def price(
     devices. sharing: where a stage is several ranks; the graph is then that of one rank, and the
     devices of the problem are groups of consecutive devices of the cluster. transfer_dtype: dtype
     in which float32 is sent between stages, "" for no conversion. recompute: the modes of
-    activation recomputation that stages may use; without a backward there is none. offload: what is in
-    host memory. others: schedules that may be used on the stages besides ``schedules``. Raises FXP105 (the batch cannot
-    be split), FXP109 (an argument) and FXP403 (no link).
+    activation recomputation that stages may use; without a backward there is none. offload: what is
+    in host memory. others: schedules that may be used on the stages besides ``schedules``. Raises
+    FXP105 (the batch cannot be split), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     blocks = _blocks_of(graph)
@@ -152,15 +152,6 @@ def compute_reduction_times(
     return sharing.compute_reduction_times(
         whole, count, model, Rings(cluster, sharing.mesh), copying
     )
-
-
-def copying_of(
-    cluster: Cluster, cost_model: str | CostModel, group_size: int = 1
-) -> tuple[float, ...]:
-    """Return the seconds to read or write a byte, by the problem's device types."""
-    model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
-    devices, _ = group_by_kind(group_devices(cluster, group_size))
-    return tuple(NonOpCosts.of(model, device).copying for device in devices)
 
 
 def _blocks_of(graph: fx.GraphModule) -> Sequence[BlockInfo]:

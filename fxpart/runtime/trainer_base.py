@@ -244,9 +244,8 @@ class TrainerBase(OptimizerOwner):
             self._transport, "compiled stages",
             lambda: (
                 compile_stages(
-                    wanted, self._mesh_ranks, list(self._devices.values()), recompute=recompute,
-                ),
-                "",
+                    wanted, self._mesh_ranks, [*self._devices.values()], recompute=recompute
+                ), "",
             ),
         )  # fmt: skip
 

@@ -90,9 +90,9 @@ class TrainerOptions:
     recomputation ("none", "selective", "full"), of all stages or by stage: see
     :mod:`fxpart.runtime.executor.recompute`. offload: what is in host memory, "optimizer" (state
     and update), "activations" or "both": see :mod:`fxpart.runtime.optimizer.host_parameters` and
-    :mod:`fxpart.runtime.executor.activation_offload`. compile_stages: a backend of torch.compile for each
-    stage, or whether to use inductor: see :mod:`fxpart.runtime.executor.torch_compile`. pin: bind
-    each local rank to its own cores, or "auto" if that is useful: see
+    :mod:`fxpart.runtime.executor.activation_offload`. compile_stages: a backend of torch.compile
+    for each stage, or whether to use inductor: see :mod:`fxpart.runtime.executor.torch_compile`.
+    pin: bind each local rank to its own cores, or "auto" if that is useful: see
     :mod:`fxpart.runtime.host.cpu_affinity`. gather_ahead: for how many blocks ZeRO-3 gathers
     parameters before their use; by default one on accelerators, and none on CPUs. cuda_graphs:
     record the kernels of each stage and replay them: see

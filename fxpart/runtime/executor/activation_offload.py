@@ -1,10 +1,10 @@
 """Offload of activations: tensors saved for the backward wait in host memory.
 
-Each storage that autograd saves is copied once, on a stream of its own, while the forward continues.
-The backward reads the storages in reverse order, and copies the next few ahead of their use. Only
-``AHEAD`` storages per direction are on the device without being in use, because the computation
-waits for the copy of an older one (as torchtune's ``OffloadActivations``). Weights, buffers, the
-inputs of the stage, and small tensors stay on the device.
+Each storage that autograd saves is copied once, on a stream of its own, while the forward
+continues. The backward reads the storages in reverse order, and copies the next few ahead of their
+use. Only ``AHEAD`` storages per direction are on the device without being in use, because the
+computation waits for the copy of an older one (as torchtune's ``OffloadActivations``). Weights,
+buffers, the inputs of the stage, and small tensors stay on the device.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class _CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = get_device_module(device) if is_accelerator(device) else None
-        self._stream = None if self._module is None else self._module.Stream(device)
+        self._stream: Any = None if self._module is None else self._module.Stream(device)
         self._leaving: deque[_Leaving] = deque()
 
     def send(self, line: torch.Tensor, tensor: torch.Tensor, owner: _HostStorage) -> torch.Tensor:
@@ -229,7 +229,7 @@ class _CopyStream:
 
     def release_unused(self) -> None:
         """Release the storages of which the backward has read all tensors."""
-        needed, unused = deque[_Leaving](), []
+        needed, unused = deque[_Leaving](), list[_Leaving]()
         for leaving in self._leaving:
             owner = leaving.owner()
             (unused if owner is None or owner.uses <= 0 else needed).append(leaving)

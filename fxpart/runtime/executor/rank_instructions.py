@@ -87,7 +87,7 @@ class RankInstructions(Executor):
                 keep_outputs,
                 again.get(index, "none"),
                 offload and train,
-            )  # fmt: skip
+            )
             for index, module in modules.items()
         }
         self._cells: dict[tuple[int, int], StageMicrobatch] = {}

@@ -49,8 +49,9 @@ class StageRecomputation:
     """Calls the pieces of one stage, and recomputes what they did not store.
 
     weights: restores the weights that a forward read, if its backward reads others; None: they are
-    the same. offloads: whether hooks around the stage store inputs of its pieces. unpacked: while it is a list, the handles that the backward has read since it was
-    cleared; see :class:`fxpart.runtime.executor.split_backward.BackwardSplitter`. times: number of
+    the same. offloads: whether hooks around the stage store inputs of its pieces. unpacked: while
+    it is a list, the handles that the backward has read since it was cleared; see
+    :class:`fxpart.runtime.executor.split_backward.BackwardSplitter`. times: number of
     recomputations.
     """
 
@@ -166,8 +167,9 @@ class _RecomputedCall:
         self.buffers = buffers
         self.saved: list[torch.Tensor] = []  # Of a first call, until it ends.
         # Hooks around the stage, which store the inputs of its pieces on the host.
-        stores = piece.stage.offloads and piece.written is not None
-        store, self._bring = (saved_hooks() if stores else None) or (None, _return_same)
+        hooks = saved_hooks() if piece.stage.offloads and piece.written is not None else None
+        store = None if hooks is None else hooks[0]
+        self._bring = _return_same if hooks is None else hooks[1]
         self._key = key
         self._inputs: list[Any] = []
         self._versions: list[int] = []

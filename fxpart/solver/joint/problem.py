@@ -196,8 +196,9 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     batch). no_cut_after: no stage may end after these blocks; cut_after: a stage must end after
     these. pins: constraints. virtual: stages per rank that "interleaved" may use. uniform: every
     stage has the same data, tensor and expert degree, ZeRO level and shard degree. weights: the
-    weight mode of "async". worst: all devices and links were priced as the slowest of them. offloads:
-    that remedies may name. Bubble and memory of the schedules: :mod:`fxpart.solver.schedule_costs`.
+    weight mode of "async". worst: all devices and links were priced as the slowest of them.
+    offloads: that remedies may name. Bubble and memory of the schedules:
+    :mod:`fxpart.solver.schedule_costs`.
     """
 
     format: Literal["fxpart-joint-problem"] = "fxpart-joint-problem"
