@@ -42,9 +42,8 @@ def shard_large_tables(
         return {}
     names = [name for name in captured.state if name in trained_names(captured)]
     shapes = [(tuple(captured.state[n].shape), captured.state[n].dtype) for n in names]
-    sizes = dict(
-        zip(names, state_bytes(choose(request.resident_optimizer), shapes, names), strict=True)
-    )
+    optimizer = choose(get_resident_optimizer(request))
+    sizes = dict(zip(names, state_bytes(optimizer, shapes, names), strict=True))
     for name, tensor in captured.state.items():
         sizes[name] = sizes.get(name, 0) + tensor.numel() * tensor.element_size()
     parts = mesh.shape[mesh.index(axis)]

@@ -138,9 +138,8 @@ def solve_exactly(
 
     plan, parts = chain() if family is None else family.plan(answer.context(problem, chain))
     plan = check_host_memory(with_process(plan, request.cost_model))
-    # Stages are no runs of blocks, or their activations are on the host.
     if any(made.over for made in chains) or plan.virtual > 1 or offloads_activations(plan.offload):
-        return plan, parts
+        return plan, parts  # stages are no runs of blocks, or their activations are on the host
     return with_live_tensors(plan, problem, local, captured, sharing), parts
 
 

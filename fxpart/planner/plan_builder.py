@@ -87,11 +87,9 @@ def make_plan(
     """Make the plan for ``solution.choice``.
 
     schedule: lowered, with the program's edges. shared: where a stage is several ranks; ``spec``
-    and ``problem`` are then those of one mesh rank. order: indices of the cluster's devices in the
-    order in which stages use them; by default the cluster's own. made: where stages form a graph
-    with branches; ``problem`` then has its blocks in the order of the stages. hosts: measured
-    contention of the shared hosts; by default as specified by the cluster (see
-    :mod:`fxpart.plan.contention`).
+    and ``problem`` are then those of one mesh rank. order: indices of the cluster's devices as
+    stages use them; by default in order. made: where stages form a graph with branches; ``problem``
+    then has its blocks in their order. hosts: measured contention; by default the cluster's.
     """
     choice = solution.choice
     assert choice is not None, "a plan needs a choice"
@@ -106,8 +104,7 @@ def make_plan(
         rank_prediction(k, ranks[k], cost, shared, problem)
         for k, cost in enumerate(evaluation.stages)
     )
-    used = sorted(used_devices)
-    loads = find_host_loads(cluster, used)
+    loads = find_host_loads(cluster, used := sorted(used_devices))
     if hosts is not None:
         loads = complete_host_loads(hosts, cluster, used)
     kinds = [cluster.devices[device].model for device in used]

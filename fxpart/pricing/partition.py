@@ -81,15 +81,13 @@ def price(
     :func:`fxpart.compat.optimizer_choice.choose`. max_stages: None for as many as there are
     devices. sharing: where a stage is several ranks; the graph is then that of one rank, and the
     devices of the problem are groups of consecutive devices of the cluster. transfer_dtype: dtype
-    in which float32 is sent between stages, "" for no conversion. recompute: the modes of
-    activation recomputation that stages may use; without a backward there is none. offload: what is
-    in host memory. others: schedules that may be used on the stages besides ``schedules``. Raises
-    FXP105 (the batch cannot be split), FXP109 (an argument) and FXP403 (no link).
+    in which float32 is sent between stages, "" for no conversion. recompute: the modes that
+    stages may use. offload: what is in host memory. others: schedules allowed besides
+    ``schedules``. Raises FXP105 (the batch), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     blocks = _blocks_of(graph)
     trained = trained_names(captured) if captured.training else frozenset()
-    specs = Specs(trained)
     shared = sharing or StageParallelism(Mesh())
     places = group_devices(cluster, shared.mesh.size)
     rings = Rings(cluster, shared.mesh)
@@ -97,13 +95,13 @@ def price(
     own = [NonOpCosts.of(model, device) for device in devices]
     most = min(len(places.devices), len(blocks), max_stages or len(places.devices))
     cuts = variants(captured, _rows(captured, batch_size, shared, microbatches), microbatches, most)
-    host = HostOffload.of(offload, cluster)
-    whole = tuple(map(host.weight, weights(graph.graph, captured, trained, choose(optimizer))))
+    host, found = HostOffload.of(offload, cluster), choose(optimizer)
+    whole = tuple(map(host.weight, weights(graph.graph, captured, trained, found)))
     state = tuple(map(shared.divided, whole))
     modes: tuple[Recompute, ...] = tuple(recompute) if captured.training else ("none",)
     pricer = _Pricer(
-        graph, specs, model, own, whole, len(blocks), shared, rings, transfer_dtype, modes,
-        (*_schedules(schedules), *others),
+        graph, Specs(trained), model, own, whole, len(blocks), shared, rings, transfer_dtype, modes,
+        (*_schedules(schedules), *others), host,
     )  # fmt: skip
     copying = max(each.copying for each in own)
     times = shared.compute_reduction_times(whole, len(blocks), model, rings, copying)
@@ -113,8 +111,7 @@ def price(
         values=pricer.values,
         weights=state,
         variants=tuple(
-            host.variant(pricer.variant(split, Sizes(captured, split, shared.parts)), devices)
-            for split in cuts
+            pricer.variant(split, Sizes(captured, split, shared.parts)) for split in cuts
         ),
         step=tuple(
             tuple(map(add, each.updates(state, len(blocks)), times.by_block)) for each in own
@@ -129,7 +126,7 @@ def price(
         recompute=modes,
         offloads=host.others,
     )
-    return problem, _provenance(model, cluster, choose(optimizer).name, captured, pricer)
+    return problem, _provenance(model, cluster, found.name, captured, pricer)
 
 
 def compute_reduction_times(
@@ -224,7 +221,9 @@ class _Pricer:
         transfer_dtype: str,
         recompute: tuple[Recompute, ...],
         schedules: Sequence[str],
+        host: HostOffload,
     ) -> None:
+        self._host = host
         self.packed = largest_bucket(state, shared)
         self.model, self.own, self.blocks = model, own, blocks
         self.sources: set[str] = set()
@@ -288,7 +287,7 @@ class _Pricer:
             else self._split.price(sizes, [(own.device, back) for own, (_, back) in pairs]),
         )
         self.unknown |= sizes.unknown
-        return variant
+        return self._host.variant(variant, [own.device for own in self.own])
 
     def _seconds(
         self, sizes: Sizes, own: NonOpCosts, microbatches: int

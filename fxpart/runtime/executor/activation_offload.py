@@ -1,10 +1,10 @@
 """Offload of activations: tensors saved for the backward wait in host memory.
 
-Each storage that autograd saves is copied once, on a stream of its own, while the forward
-continues. The backward reads the storages in reverse order, and copies the next few ahead of their
-use. Only ``AHEAD`` storages per direction are on the device without being in use, because the
-computation waits for the copy of an older one (as torchtune's ``OffloadActivations``). Weights,
-buffers, the inputs of the stage, and small tensors stay on the device.
+Each storage that autograd saves is copied once, while the forward continues. The backward reads the
+storages in reverse order, and copies the next few ahead of their use. Only ``AHEAD`` storages per
+direction are on the device without being in use, because the computation waits for the copy of an
+older one (as torchtune's ``OffloadActivations``). Weights, buffers, the inputs of the stage, and
+small tensors stay on the device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ActivationOffload:
         """module: the stage."""
         self.storages = self.bytes = 0
         self._module = module
-        self._streams: dict[torch.device, _CopyStream] = {}
+        self._copies: dict[torch.device, _DeviceCopies] = {}
 
     def hooks(self, inputs: Iterable[Any]) -> AbstractContextManager[Any]:
         """Return the context of one microbatch's forward. inputs: of the stage."""
@@ -46,14 +46,14 @@ class ActivationOffload:
 
     def release(self) -> None:
         """After a backward, release the storages that were not yet released and are not needed."""
-        for stream in self._streams.values():
-            stream.release_unused()
+        for copies in self._copies.values():
+            copies.release_unused()
 
-    def stream(self, device: torch.device) -> _CopyStream:
+    def copies(self, device: torch.device) -> _DeviceCopies:
         """Return what copies to and from a device."""
-        if device not in self._streams:
-            self._streams[device] = _CopyStream(device)
-        return self._streams[device]
+        if device not in self._copies:
+            self._copies[device] = _DeviceCopies(device)
+        return self._copies[device]
 
 
 class MicrobatchActivations:
@@ -86,8 +86,8 @@ class MicrobatchActivations:
     def _save(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _HostStorage:
         self._offload.storages += 1
         self._offload.bytes += storage.nbytes()
-        stream = self._offload.stream(tensor.device)
-        made = _HostStorage(self, len(self._order), stream, tensor, storage)
+        copies = self._offload.copies(tensor.device)
+        made = _HostStorage(self, len(self._order), copies, tensor, storage)
         self._order.append(weakref.ref(made))
         return made
 
@@ -105,11 +105,11 @@ class _HostStorage:
     __slots__ = (
         "__weakref__",
         "_arrived",
+        "_copies",
         "_device",
         "_host",
         "_place",
         "_record",
-        "_stream",
         "uses",
     )
 
@@ -117,21 +117,21 @@ class _HostStorage:
         self,
         record: MicrobatchActivations,
         place: int,
-        stream: _CopyStream,
+        copies: _DeviceCopies,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
     ) -> None:
         self.uses = 0
-        self._record, self._place, self._stream = record, place, stream
+        self._record, self._place, self._copies = record, place, copies
         self._device: torch.Tensor | None = None
         self._arrived: Any = None
         line = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         line.set_(storage, 0, (storage.nbytes(),), (1,))
-        self._host = stream.send(line, tensor.detach(), self)
+        self._host = copies.send(line, tensor.detach(), self)
 
     def __del__(self) -> None:
         """Let the computation wait for a copy that nothing has read, before it uses its memory."""
-        self._stream.wait(self._arrived)
+        self._copies.wait(self._arrived)
 
     def keep(self, line: torch.Tensor | None) -> None:
         """Use the storage itself while it is on the device; None: it is no longer."""
@@ -141,14 +141,14 @@ class _HostStorage:
     def start(self) -> None:
         """Start the copy to the device, unless it is there."""
         if self._device is None:
-            self._device, self._arrived = self._stream.bring(self._host)
+            self._device, self._arrived = self._copies.bring(self._host)
 
     def read(self) -> torch.Tensor:
         """Return the bytes on the device, and start the copies of those that follow."""
         self.start()
         line = self._device
         assert line is not None, "the copy has started"
-        self._stream.wait(self._arrived)
+        self._copies.wait(self._arrived)
         self._arrived = None
         self.uses -= 1
         if self.uses <= 0:
@@ -178,7 +178,7 @@ def _unpack(kept: Any) -> torch.Tensor:
     return found
 
 
-class _Leaving(NamedTuple):
+class _PendingCopy(NamedTuple):
     """A tensor whose storage is being copied to the host: the event after the copy, its writes."""
 
     copied: Any
@@ -187,7 +187,7 @@ class _Leaving(NamedTuple):
     owner: weakref.ref[_HostStorage]
 
 
-class _CopyStream:
+class _DeviceCopies:
     """Copies between a device and the host beside the device's computation.
 
     On a CPU the copies are made at once.
@@ -197,7 +197,7 @@ class _CopyStream:
         self._device = device
         self._module = get_device_module(device) if is_accelerator(device) else None
         self._stream: Any = None if self._module is None else self._module.Stream(device)
-        self._leaving: deque[_Leaving] = deque()
+        self._leaving: deque[_PendingCopy] = deque()
 
     def send(self, line: torch.Tensor, tensor: torch.Tensor, owner: _HostStorage) -> torch.Tensor:
         """Return host memory into which the bytes are copied; they stay on the device meanwhile."""
@@ -208,7 +208,9 @@ class _CopyStream:
             host.copy_(line, non_blocking=True)
             copied = self._stream.record_event()
         owner.keep(line)
-        self._leaving.append(_Leaving(copied, tensor, get_write_count(tensor), weakref.ref(owner)))
+        self._leaving.append(
+            _PendingCopy(copied, tensor, get_write_count(tensor), weakref.ref(owner))
+        )
         while len(self._leaving) > AHEAD:
             self._release(*self._leaving.popleft())
         return host
@@ -229,7 +231,7 @@ class _CopyStream:
 
     def release_unused(self) -> None:
         """Release the storages of which the backward has read all tensors."""
-        needed, unused = deque[_Leaving](), list[_Leaving]()
+        needed, unused = deque[_PendingCopy](), list[_PendingCopy]()
         for leaving in self._leaving:
             owner = leaving.owner()
             (unused if owner is None or owner.uses <= 0 else needed).append(leaving)
