@@ -114,16 +114,6 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         names = [x if isinstance(x, str) else x.name for x in (source, target)]
         return LinkIndex(self)(names[0], names[1])
 
-    def get_host_memory(self, host: str) -> int:
-        """Return a host's memory in bytes: as stated, else twice that of its devices.
-
-        A DGX H100 and a DGX A100 have 2 TB, and 640 GB on their devices.
-        """
-        for known in () if self.hosts is msgspec.UNSET else self.hosts:
-            if known.name == host and known.memory is not msgspec.UNSET:
-                return known.memory
-        return 2 * sum(device.memory for device in self.devices if device.host == host)
-
     def problems(self) -> tuple[Problem, ...]:
         """Return all problems of the cluster; empty if it is valid."""
         from fxpart.cluster.validation import problems
