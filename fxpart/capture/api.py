@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from fxpart.capture.autograd_functions import check_gradients, find_custom_backwards
+from fxpart.capture.autograd_functions import find_custom_backwards, keep_custom_backwards
 from fxpart.capture.batch_dims import infer, settled
 from fxpart.capture.call_arguments import CallArguments, input_names, split_batch_arguments
 from fxpart.capture.captured_model import CapturedModel
@@ -28,6 +28,7 @@ from fxpart.capture.flat_batch import (
     on_device_of,
     unflatten_batch,
 )
+from fxpart.capture.function_calls import find_calls
 from fxpart.capture.model_outputs import ambiguous_loss
 from fxpart.capture.model_validation import plain_module
 from fxpart.capture.model_with_loss import ModelWithLoss
@@ -108,6 +109,7 @@ def _captured(
         trial = ShapeProbe(ModelWithLoss(model, loss, call, autocast), mode)
         inferred = infer(trial, names, parts.tensors, known)
         backwards = find_custom_backwards(trial, parts.tensors) if inferred.ran else []
+        calls = find_calls(lambda: trial.returned(parts.tensors)) if backwards else []
     _warn_about_written_inputs([names[i] for i in sorted(trial.written)])
     sizes = {t.shape[d] for t, d in zip(parts.tensors, inferred.dims, strict=True) if d is not None}
     rows = min(sizes, default=1)
@@ -130,12 +132,11 @@ def _captured(
         assigned=trial.whole.assigned,
     )
     captured = trace_request(request)
+    if backwards:
+        captured = keep_custom_backwards(captured, backwards, calls, request)
     if request.loss_name is not None:
         captured = _with_own_loss(captured, trial.whole.scalars)
-    if not backwards:
-        return captured
-    note = check_gradients(captured, backwards, request)
-    return replace(captured, tried=(*captured.tried, note))
+    return captured
 
 
 def _warn_about_written_inputs(names: Sequence[str]) -> None:

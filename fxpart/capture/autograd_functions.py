@@ -2,13 +2,15 @@
 
 A traced graph contains the ops of such a function's forward and their own gradients. If these equal
 the custom backward (a formula that only saves memory), the graph is correct; if not (a
-straight-through estimator), training would be silently wrong. So the gradients are compared.
+straight-through estimator), training would be silently wrong. So the gradients are compared, and
+where they differ, the graph calls the function (:mod:`fxpart.capture.function_calls`).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ import torch
 from fxpart.capture.captured_model import CapturedModel
 from fxpart.capture.context_managers import REAL_LIMIT, preserve_tensors
 from fxpart.capture.flat_batch import unflatten_batch
-from fxpart.capture.request import CaptureRequest
+from fxpart.capture.function_calls import Call, FunctionOps, NoFunctionOpError
+from fxpart.capture.request import CaptureRequest, trace_request
 from fxpart.capture.shape_probe import ShapeProbe
 from fxpart.capture.source_locations import shorten_path
 from fxpart.compat import own_backward
@@ -43,16 +46,41 @@ def find_custom_backwards(trial: ShapeProbe, tensors: Sequence[torch.Tensor]) ->
     return list(found)
 
 
-def check_gradients(captured: CapturedModel, kinds: Sequence[type], request: CaptureRequest) -> str:
-    """Return a note that the graph's gradients equal the module's; raise FXP108 if they differ.
+def keep_custom_backwards(
+    captured: CapturedModel, kinds: Sequence[type], calls: Sequence[Call], request: CaptureRequest
+) -> CapturedModel:
+    """Return a capture whose gradients are the module's, with a note in ``tried``.
 
-    Both run on the example with one seed. Models without data, or with more than 2e8 parameters,
-    are rejected unchecked.
+    calls: those of one run. Raise FXP108 if no op can replace a function whose gradients differ.
     """
     names = ", ".join(kind.__name__ for kind in kinds)
+    traced = _find_difference(captured, request)
+    if traced == "":
+        note = f"custom backward functions ({names}): gradients equal those of the traced forward"
+        return replace(captured, tried=(*captured.tried, note))
+    try:
+        ops = FunctionOps.of(kinds, calls)
+    except NoFunctionOpError as cause:
+        raise _refused(kinds, str(cause)) from cause
+    with ops.in_place():
+        made = trace_request(request)
+    different = _find_difference(made, request)
+    if different or (different is None and not ops.complete):
+        why = different or "the model cannot be run here to compare its gradients"
+        raise _refused(kinds, why)
+    note = f"custom backward functions ({names}): called in the graph"
+    return replace(made, tried=(*made.tried, note))
+
+
+def _find_difference(captured: CapturedModel, request: CaptureRequest) -> str | None:
+    """Return how the graph's gradients differ from the module's, "" if they are equal.
+
+    Both run on the example with one seed. None for models without data, and for those with more
+    than 2e8 parameters, which do not run.
+    """
     count = sum(captured.state[name].numel() for name in captured.parameters)
     if count > REAL_LIMIT or any(t.device.type == "meta" for t in captured.state.values()):
-        raise _refused(kinds, "the model cannot be run here to compare its gradients")
+        return None
     assert captured.eager is not None, "a capture contains its module"
     rows = captured.microbatch_size or min(captured.batch_size, 4)
     eager, inputs = captured.eager, request.resized(rows)
@@ -62,8 +90,8 @@ def check_gradients(captured: CapturedModel, kinds: Sequence[type], request: Cap
         theirs = _gradients(captured, lambda: eager(batch))
     for name, a, b in zip(captured.parameters, mine, theirs, strict=True):
         if not _close(a, b):
-            raise _refused(kinds, f"the gradient of {name} differs from that of the traced forward")
-    return f"custom backward functions ({names}): gradients equal those of the traced forward"
+            return f"the gradient of {name} differs from that of the traced forward"
+    return ""
 
 
 def _gradients(captured: CapturedModel, run: Callable[[], Any]) -> list[torch.Tensor | None]:

@@ -13,6 +13,11 @@ from fxpart.compat import storage_address
 from fxpart.compiler.effects import state_written
 from fxpart.errors import FxpartError, Problem
 
+_CONSTANT = (
+    "; the second is no parameter or buffer, but a value that forward reads from .data or a plain "
+    "attribute, or for a gradient that it computes itself (torch.autograd.grad)"
+)
+
 
 def refuse_shared_memory(
     model: nn.Module, loss: object, captured: CapturedModel, graph: fx.Graph
@@ -27,6 +32,8 @@ def refuse_shared_memory(
     for start, module in (("", model), ("loss.", loss)):
         for name, tensor in _list_tensors(module):
             objects.setdefault(id(tensor), (start + name, tensor))  # Another object in its memory.
+    registered = {id(t) for module in (model, loss) for _, t in _list_tensors(module)}
+    constants = {name for key, (name, _) in objects.items() if key not in registered}
     found = dict(objects.values())
     changed = set(chain.from_iterable(state_written(graph).values()))
     changed |= {n for n, t in found.items() if isinstance(t, nn.Parameter) and t.requires_grad}
@@ -34,7 +41,8 @@ def refuse_shared_memory(
         Problem(
             "FXP113",
             f"{first}, {second}",
-            "they are two tensors in the same memory, so that a change of one changes the other",
+            "they are two tensors in the same memory, so that a change of one changes the other"
+            + (_CONSTANT if {first, second} & constants else ""),
             "use one Parameter or buffer for both, or compute one from the other in forward",
         )
         for first, second in _list_overlaps(found)

@@ -45,13 +45,14 @@ def sequence_dims(
 ) -> tuple[frozenset[int], ...]:
     """Return, per input, the dims that may be a sequence length.
 
-    The second dim of integer inputs [batch, length] gives the lengths; every non-batch dim of that
-    size in any input counts.
+    The second dim of integer inputs [batch, length] gives the lengths, and the dim of those without
+    rows (the values of all bags); every non-batch dim of that size in any input counts.
     """
     sizes = {
-        t.shape[1 - b]
+        t.shape[0 if b is None else 1 - b]
         for t, b in zip(tensors, batch_dims, strict=True)
-        if b is not None and t.dim() == 2 and b < 2 and t.dtype in (torch.int64, torch.int32)
+        if t.dtype in (torch.int64, torch.int32)
+        and ((b is None and t.dim() == 1) or (b is not None and b < 2 and t.dim() == 2))
     }
     sizes -= {0, 1}
     return tuple(

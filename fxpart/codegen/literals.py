@@ -22,6 +22,8 @@ from fxpart.codegen.identifiers import identifier, quoted
 from fxpart.compat import registering_module
 from fxpart.compiler.collective_calls import is_collective
 from fxpart.compiler.effects import is_op
+from fxpart.compiler.function_ops import __name__ as FUNCTION_OPS
+from fxpart.compiler.function_ops import find_function, format_load
 from fxpart.errors import FxpartError, error
 
 INFIX: dict[Callable[..., Any], str] = {
@@ -86,7 +88,7 @@ class NameScope:
             if path.startswith("builtins."):
                 return path.removeprefix("builtins.")
             self.modules.add("torch" if is_op(target) else path.partition(".")[0])
-            if is_op(target) and (home := registering_module(target)) and _importable(home):
+            if is_op(target) and (home := _home(target)) and _importable(home):
                 self.modules.add(home)  # importing this module registers the op
             short = str(target) if is_op(target) else path.removeprefix("torch.")
             short = short.removesuffix(".default")
@@ -102,6 +104,11 @@ class NameScope:
         return self.values[node]
 
 
+def _home(target: Any) -> str | None:
+    """Return the module whose import registers an op, or has the function that does."""
+    return FUNCTION_OPS if find_function(target) else registering_module(target)
+
+
 def _importable(module: str) -> bool:
     """Return whether another process can import a module by this name."""
     parts = module.split(".")
@@ -110,7 +117,9 @@ def _importable(module: str) -> bool:
 
 
 def _path(target: Any, where: str) -> str:
-    """Return the dotted path that resolves to ``target``."""
+    """Return the expression that resolves to ``target``: a dotted path, but for some ops."""
+    if (function := find_function(target)) is not None:
+        return format_load(function)
     if is_op(target):
         parts = str(target).split(".")
         if len(parts) == 3 and all(p.isidentifier() and p.isascii() for p in parts):

@@ -41,6 +41,7 @@ from fxpart.collectives.parallel_losses import (
 from fxpart.collectives.parallel_means import (
     binary_cross_entropy_rows,
     binary_cross_entropy_with_logits_rows,
+    ctc_loss_rows,
     hinge_embedding_loss_rows,
     huber_loss_rows,
     kl_div_rows,
@@ -83,6 +84,7 @@ __all__ = [
     "cross_entropy_classes",
     "cross_entropy_rows",
     "cross_entropy_rows_classes",
+    "ctc_loss_rows",
     "embedding_bag_bags",
     "embedding_bag_bags_rows",
     "embedding_bag_rows",

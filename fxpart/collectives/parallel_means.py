@@ -33,9 +33,9 @@ def mean_rows(
     return x.mean(dims, keepdim, dtype=dtype) * part
 
 
-def _loss(name: str) -> Any:
-    """Return the sharded form of a loss with one term per element."""
-    op = getattr(_ATEN, name).default
+def _loss(name: str, overload: str = "default") -> Any:
+    """Return the sharded form of a loss with one term per element, or per row."""
+    op = getattr(getattr(_ATEN, name), overload)
     arguments = [a.name for a in op._schema.arguments]
     defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
 
@@ -75,3 +75,4 @@ soft_margin_loss_rows = _loss("soft_margin_loss")
 kl_div_rows = _loss("kl_div")
 poisson_nll_loss_rows = _loss("poisson_nll_loss")
 hinge_embedding_loss_rows = _loss("hinge_embedding_loss")
+ctc_loss_rows = _loss("ctc_loss", "Tensor")

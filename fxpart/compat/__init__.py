@@ -2,6 +2,7 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fxpart.compat.fake_kernels  # noqa: F401  # registers them
 from fxpart.compat.attention_kernels import AttentionPart, attend, attend_backward
 from fxpart.compat.autocast import (
     enable_autocast,
@@ -9,6 +10,7 @@ from fxpart.compat.autocast import (
     keep_gpu_autocast,
     may_convert,
 )
+from fxpart.compat.autograd_functions import intercept_functions
 from fxpart.compat.dataloader import skip_batches
 from fxpart.compat.elastic_agent import make_reporting_agent
 from fxpart.compat.foreach import (
@@ -149,6 +151,7 @@ __all__ = [
     "has_saved_tensor_hooks",
     "has_step_hooks",
     "has_unbacked_symbols",
+    "intercept_functions",
     "intercept_module_calls",
     "is_compiled",
     "is_fake",

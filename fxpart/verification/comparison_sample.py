@@ -74,6 +74,8 @@ def samples(captured: CapturedModel, graph: fx.GraphModule) -> list[ComparisonSa
             found.append(
                 ComparisonSample(min(rows, 2), sizes, row * min(rows, 2) * short / longest)
             )
+    if rows < captured.batch_size:  # for a module that fails on parts of its batch
+        found.append(ComparisonSample(captured.batch_size, {}, row * captured.batch_size))
     easy = [s for s in found if s.cost <= EASY_WORK]
     return [*easy[:1], *sorted((s for s in found if s not in easy[:1]), key=lambda s: s.cost)]
 

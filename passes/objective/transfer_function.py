@@ -26,7 +26,7 @@ _LOSSES = frozenset(
     for name in (
         "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
         "binary_cross_entropy_with_logits soft_margin_loss kl_div poisson_nll_loss "
-        "hinge_embedding_loss"
+        "hinge_embedding_loss ctc_loss"
     ).split()
 )
 _AFFINE = frozenset({"aten.add", "aten.sub", "aten.rsub", "aten.subtract"})

@@ -92,6 +92,25 @@ def _nll(call: SchemaCall) -> ShardingRule:
     return call.rule(dims, results, forms=forms)
 
 
+def _ctc(call: SchemaCall) -> ShardingRule:
+    """Rule for ctc_loss of [length, n, classes], padded targets [n, labels] and tensors of lengths.
+
+    Its mean counts every row alike.
+    """
+    shape = call.shape("targets")
+    if not call.op.name().endswith(".Tensor") or len(shape) != 2:
+        raise UncoveredCallError
+    dims: dict[str, list[Dim]] = {
+        "log_probs": ["_t", "n", "_c"],
+        "targets": ["n", "_s"],
+        "input_lengths": ["n"],
+        "target_lengths": ["n"],
+    }
+    reduction = call.given["reduction"]
+    results: list[list[Dim]] = [["n"] if reduction == NONE else []]
+    return call.rule(dims, results, forms={"n": "ctc_loss_rows"} if reduction == MEAN else {})
+
+
 ELEMENTWISE = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
 binary_cross_entropy_with_logits soft_margin_loss kl_div poisson_nll_loss hinge_embedding_loss
 """.split()
@@ -99,5 +118,6 @@ binary_cross_entropy_with_logits soft_margin_loss kl_div poisson_nll_loss hinge_
 TABLE: dict[str, Entry] = {
     **{f"aten.{name}": _elementwise for name in ELEMENTWISE},
     "aten.cross_entropy_loss": _cross_entropy,
+    "aten.ctc_loss": _ctc,
     **dict.fromkeys(("aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d"), _nll),
 }

@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpart
-from fxpart import api
+from fxpart.api import program as program_module
 from fxpart.errors import FxpartError, error
 from fxpart.planner.plan_agreement import plan_independently
 
 BATCH = (torch.arange(32.0).reshape(8, 4) / 32, torch.arange(8) % 4)
-_weigh = api.select_mode
+_weigh = program_module.select_mode
 
 
 def _rank() -> int:
@@ -47,7 +47,7 @@ def planners(*words: str) -> Iterator[list[int]]:
         wish = {**front.request.constraints, "stage": f"layers.{cut}=1"}
         return _weigh(replace(front, request=replace(front.request, constraints=wish)), *rest)
 
-    with patch.object(api, "select_mode", weigh):
+    with patch.object(program_module, "select_mode", weigh):
         yield calls
 
 

@@ -103,6 +103,14 @@ def _nll(op: Any) -> Maker:
     return make
 
 
+def _ctc(r: Draw) -> Example:
+    length, rows, classes, labels = r.size(6, 9), r.size(2, 5), r.size(3, 5), r.size(1, 3)
+    chances = r.real(length, rows, classes).log_softmax(-1)
+    lengths = r.ints(1, rows) + length, r.ints(1, rows) + labels
+    args = (chances, 1 + r.ints(classes - 1, rows, labels), *lengths, 0, r.size(0, 2), True)
+    return Example(ATEN.ctc_loss.Tensor, args, frozen=(1, 2, 3))
+
+
 def _image(
     op: Any, space: int, *rest: Any, low: int = 4, high: int = 5, batched: bool = False
 ) -> Maker:
@@ -222,6 +230,7 @@ EXAMPLES: dict[str, Maker] = {
     **{f"aten.{n}": along(getattr(ATEN, n).default) for n in ("cumsum", "cumprod", "logcumsumexp")},
     **{f"aten.{n}": _elementwise(n) for n in LOSSES},
     "aten.cross_entropy_loss": _cross_entropy,
+    "aten.ctc_loss": _ctc,
     "aten.nll_loss": _nll(ATEN.nll_loss.default),
     "aten.nll_loss_nd": _nll(ATEN.nll_loss_nd.default),
     "aten.nll_loss2d": _nll(ATEN.nll_loss2d.default),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -75,3 +77,29 @@ def shared_value() -> Script:
             return x * x + x
 
     return script(Twice())
+
+
+class Reverse(torch.autograd.Function):
+    """The identity, with a reversed gradient where inputs are small."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return torch.where(x.abs() < 1, -grad, grad)
+
+
+@behavior(
+    AREA, "a torch.autograd.Function with a backward of its own",
+    "microbatches", "pipeline", "replicas", "tensor",
+)  # fmt: skip
+def own_backward() -> Script:
+    class Reversed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Reverse.apply(x)  # type: ignore[no-any-return]
+
+    return script(Reversed())

@@ -110,3 +110,28 @@ def conditional() -> Script:
             return self.head(y)
 
     return Script(Branch(), batches(), F.mse_loss)
+
+
+@behavior(
+    AREA,
+    "an EmbeddingBag with offsets",
+    "one rank",
+    "replicas",
+)
+def bags() -> Script:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.EmbeddingBag(30, 4), nn.Linear(4, 1)
+
+        def forward(
+            self, ids: torch.Tensor, offsets: torch.Tensor, target: torch.Tensor
+        ) -> torch.Tensor:
+            return F.mse_loss(self.head(self.table(ids, offsets)), target)
+
+    given = []
+    for count in (24, 31, 9):
+        ends = torch.randint(count, (7,)).sort().values
+        offsets = torch.cat([ends.new_zeros(1), ends])
+        given.append((torch.randint(30, (count,)), offsets, torch.randn(8, 1)))
+    return Script(Bags(), given)

@@ -169,3 +169,14 @@ def balanced() -> Script:
         return F.mse_loss(output, target) + (share * gates.mean(0)).sum()
 
     return Script(tagger(), [(torch.randn(8, 4), torch.randn(8, 5)) for _ in range(3)], loss)
+
+
+@behavior(AREA, "CTC with padded targets, mean", *DIVIDED)
+def ctc() -> Script:
+    def loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        chances, ends = output.log_softmax(-1).transpose(0, 1), (labels > 0).sum(1)
+        return F.ctc_loss(chances, labels, torch.full_like(ends, chances.shape[0]), ends)
+
+    ends = torch.arange(8).unsqueeze(1) % 3 + 1
+    labels = torch.randint(1, 5, (8, 3)) * (torch.arange(3) < ends)
+    return Script(tagger(), [(torch.randn(8, 9, 4), labels) for _ in range(3)], loss)
