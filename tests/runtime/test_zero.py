@@ -37,7 +37,10 @@ def test_zero_trains_like_one_process(mesh: str, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 2}, {"zero3": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"zero": 1}, {"zero": 2, "offload": "optimizer"}, {"zero3": True, "offload": "both"}],
+)
 def test_gloo_zero_trains_like_one_process(pool: Pool, options: dict[str, Any]) -> None:
     for found in pool.run(train, "dp=2", options, ranks=4):
         for mine, expected in zip(found, one_process(), strict=True):
