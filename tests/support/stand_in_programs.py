@@ -7,6 +7,7 @@ exists once per process and changes torch for all of it, hence a process of its 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import sys
 import tempfile
@@ -181,7 +182,9 @@ def offloaded() -> dict[str, Any]:
     """Memory of the device: no optimizer state, and few activations of microbatches in flight."""
     found = []
     for offload in ("none", "both"):
-        program, begin = compiled("gpu", {**STAGES, "schedule": "gpipe"}), stand_in.memory.now
+        program = compiled("gpu", {**STAGES, "schedule": "gpipe"})
+        gc.collect()
+        begin = stand_in.memory.now
         trainer = program.trainer(ADAM, offload=offload)
         trainer.step(batches()[0])
         trainer.zero_grad()
