@@ -41,6 +41,16 @@ class HostOffload:
         return cls(offloads_optimizer(offload), offloads_activations(offload), shared)
 
     @property
+    def source(self) -> str:
+        """Return where the prices of offload come from, for the plan; "" without offload."""
+        if not (self.optimizer or self.activations):
+            return ""
+        return (
+            f"copies at {_ACHIEVED:.0%} of the link to the host, updates at {_UPDATE / 1e9:.0f} "
+            "GB/s per GPU (assumptions)"
+        )
+
+    @property
     def others(self) -> tuple[Offload, ...]:
         """Return the offloads that free memory of the devices besides, the cheapest first."""
         if self.shared or self.optimizer or self.activations:

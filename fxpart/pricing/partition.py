@@ -223,7 +223,7 @@ class _Pricer:
         schedules: Sequence[str],
         host: HostOffload,
     ) -> None:
-        self._host = host
+        self.host = host
         self.packed = largest_bucket(state, shared)
         self.model, self.own, self.blocks = model, own, blocks
         self.sources: set[str] = set()
@@ -287,7 +287,7 @@ class _Pricer:
             else self._split.price(sizes, [(own.device, back) for own, (_, back) in pairs]),
         )
         self.unknown |= sizes.unknown
-        return self._host.variant(variant, [own.device for own in self.own])
+        return self.host.variant(variant, [own.device for own in self.own])
 
     def _seconds(
         self, sizes: Sizes, own: NonOpCosts, microbatches: int
@@ -358,6 +358,8 @@ def _provenance(
         "optimizer": f"{optimizer}, one step on parameters of the same shapes",
         **model.provenance(),
     }
+    if source := pricer.host.source:
+        result["offload"] = source
     if pricer.unknown:
         names = ", ".join(sorted(pricer.unknown))
         result["sizes"] = f"only known at run time, assumed to be the microbatch size: {names}"
