@@ -7,6 +7,8 @@ from typing import Literal
 
 Offload = Literal["none", "optimizer", "activations", "both"]
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "activations", "both")
+# Bytes of activations that wait for a copy, in sizes of the largest one, for each direction.
+AHEAD = 2
 _OPTIMIZER: tuple[Offload, ...] = ("optimizer", "both")
 _ACTIVATIONS: tuple[Offload, ...] = ("activations", "both")
 

@@ -2,8 +2,8 @@
 
 They follow the runtime. An update copies gradients to the host, then updates there, then copies the
 parameters back; nothing overlaps. Activations are copied beside the computation: a block takes the
-longer of both. At the peak of a stage the device has the activations of the running block, and as
-many again that wait for a copy. On a CPU rank the host's memory is the device's.
+longer of both. At the peak of a stage the device has the activations of the running block, and
+those that wait for a copy. On a CPU rank the host's memory is the device's.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ class HostOffload:
         return found
 
     def memory(
-        self, activation: Sequence[int], workspace: Sequence[int]
+        self, activation: Sequence[int], workspace: Sequence[int], largest: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return what a microbatch in flight has on the device, and a running block, by block."""
         kept = tuple(size if self.shared else 0 for size in activation)
-        return kept, add_copies(workspace, activation)
+        return kept, add_copies(workspace, activation, largest)
 
     def overlap(
         self, seconds: Sequence[float], activation: Sequence[int], device: Device

@@ -63,6 +63,7 @@ class MicrobatchCosts:
             collective=_row(sums.forward + sums.backward + sums.again[mode]),
             activation=memory.activation[mode],
             workspace=memory.workspace[mode],
+            largest=memory.largest,
         )
 
     def _seconds(self, pool: int, layout: int, rows: int) -> tuple[BlockTimes, BlockTimes]:
@@ -87,12 +88,13 @@ class MicrobatchCosts:
             found, host = self._memory(layout, rows), self.layouts.model.host
             if host.activations:
                 rows_by_mode = {
-                    mode: host.memory(row, found.workspace[mode])
+                    mode: host.memory(row, found.workspace[mode], found.largest)
                     for mode, row in found.activation.items()
                 }
                 found = BlockMemory(
                     {mode: kept for mode, (kept, _) in rows_by_mode.items()},
                     {mode: working for mode, (_, working) in rows_by_mode.items()},
+                    found.largest,
                 )
             self._bytes[layout, rows] = found
         return self._bytes[layout, rows]

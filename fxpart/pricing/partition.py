@@ -279,6 +279,7 @@ class _Pricer:
             backward=tuple(backward for _, backward in rows),
             activation=activation,
             workspace=workspace,
+            largest=max((sizes.number(size) for row in self._saved for size in row), default=0),
             value_bytes=tuple(map(sizes.number, self._value_bytes)),
             collective=self._collective_seconds(sizes),
             recompute=again,

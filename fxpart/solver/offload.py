@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import msgspec
 
-from fxpart.plan.offload import Offload, offloads_activations, offloads_optimizer
+from fxpart.plan.offload import AHEAD, Offload, offloads_activations, offloads_optimizer
 from fxpart.solver.joint.problem import JointProblem, MicrobatchCost, ParallelLayout
 from fxpart.solver.problem import PartitionProblem, Variant, Weight
 
-_SECOND = 2  # the running block's activations, and as many again that wait for a copy
+_WAITING = 2 * AHEAD  # in both directions
 P = TypeVar("P", PartitionProblem, JointProblem)
 
 
@@ -32,12 +32,12 @@ def offload_variant(variant: Variant) -> Variant:
     return msgspec.structs.replace(
         variant,
         activation=(0,) * len(variant.activation),
-        workspace=add_copies(variant.workspace, variant.activation),
+        workspace=add_copies(variant.workspace, variant.activation, variant.largest),
         recompute=tuple(
             msgspec.structs.replace(
                 mode,
                 activation=(0,) * len(mode.activation),
-                workspace=add_copies(mode.workspace, mode.activation),
+                workspace=add_copies(mode.workspace, mode.activation, variant.largest),
             )
             for mode in variant.recompute
             if mode.mode != "selective"
@@ -46,9 +46,14 @@ def offload_variant(variant: Variant) -> Variant:
     )
 
 
-def add_copies(workspace: Sequence[int], activation: Sequence[int]) -> tuple[int, ...]:
-    """Return the bytes while a block runs, with its activations and those being copied."""
-    return tuple(w + _SECOND * a for w, a in zip(workspace, activation, strict=True))
+def add_copies(
+    workspace: Sequence[int], activation: Sequence[int], largest: int
+) -> tuple[int, ...]:
+    """Return the bytes while a block runs, with its activations and those being copied.
+
+    largest: bytes of the largest tensor that autograd saves.
+    """
+    return tuple(w + a + _WAITING * largest for w, a in zip(workspace, activation, strict=True))
 
 
 def with_offload(problem: P, offload: Offload) -> P:
@@ -90,5 +95,5 @@ def _offload_work(work: MicrobatchCost) -> MicrobatchCost:
     return msgspec.structs.replace(
         work,
         activation=(0,) * len(work.activation),
-        workspace=add_copies(work.workspace, work.activation),
+        workspace=add_copies(work.workspace, work.activation, work.largest),
     )

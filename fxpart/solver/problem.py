@@ -139,7 +139,8 @@ class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields
     communication time between the ranks of a stage, in forward and backward together, [block];
     empty if there is none. recompute: the modes of recomputation whose costs are known. split: of a
     schedule that splits backwards; None if there are none. offloaded: bytes of a microbatch in
-    flight that wait in host memory, [block]; empty if there are none.
+    flight that wait in host memory, [block]; empty if there are none. largest: bytes of the largest
+    tensor that autograd saves.
     """
 
     microbatch_size: int
@@ -153,6 +154,7 @@ class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields
     recompute: tuple[Recomputation, ...] = ()
     split: SplitBackward | None = None
     offloaded: tuple[int, ...] = ()
+    largest: int = 0
 
 
 class PartitionProblem(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -212,6 +212,7 @@ def _scaled(one: Variant, other: Variant | None, size: int, count: int) -> Varia
         ),
         split=_scale_split(one.split, more.split, line),
         offloaded=line.whole(one.offloaded, more.offloaded),
+        largest=line.whole((one.largest,), (more.largest,))[0],
     )
 
 

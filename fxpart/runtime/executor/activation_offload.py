@@ -1,10 +1,10 @@
 """Offload of activations: tensors saved for the backward wait in host memory.
 
 Each storage that autograd saves is copied once, while the forward continues. The backward reads the
-storages in reverse order, and copies the next few ahead of their use. Only ``AHEAD`` storages per
-direction are on the device without being in use, because the computation waits for the copy of an
-older one (as torchtune's ``OffloadActivations``). Weights, buffers, the inputs of the stage, and
-small tensors stay on the device.
+storages in reverse order, and copies the next few ahead of their use. Per direction at most
+``AHEAD`` times the largest storage is on the device without being in use, because the computation
+waits for the copy of an older one (as torchtune's ``OffloadActivations``). Weights, buffers, the
+inputs of the stage, and small tensors stay on the device.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import nn
 from fxpart.accelerator import allocate_pinned, get_device_module, is_accelerator
 from fxpart.compat import StorageReference, get_write_count
 from fxpart.errors import error
+from fxpart.plan.offload import AHEAD
 
-AHEAD = 4  # storages
 LEAST = 1024  # bytes of a storage that is worth a copy
 
 
 class ActivationOffload:
     """Copies the saved tensors of one stage to the host and back.
 
-    storages, bytes: number and size of the copies to the host so far.
+    storages, bytes: number and size of the copies to the host so far. largest: bytes of one.
     """
 
     def __init__(self, module: nn.Module) -> None:
         """module: the stage."""
-        self.storages = self.bytes = 0
+        self.storages = self.bytes = self.largest = 0
         self._module = module
         self._copies: dict[torch.device, _DeviceCopies] = {}
 
@@ -86,16 +86,22 @@ class MicrobatchActivations:
     def _save(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _HostStorage:
         self._offload.storages += 1
         self._offload.bytes += storage.nbytes()
+        self._offload.largest = max(self._offload.largest, storage.nbytes())
         copies = self._offload.copies(tensor.device)
         made = _HostStorage(self, len(self._order), copies, tensor, storage)
         self._order.append(weakref.ref(made))
+        copies.release_oldest(AHEAD * self._offload.largest)
         return made
 
     def fetch_before(self, place: int) -> None:
         """Start the copies of the storages that were saved before this one."""
-        for reference in self._order[max(0, place - AHEAD) : place][::-1]:
+        free = AHEAD * self._offload.largest
+        for reference in reversed(self._order[:place]):
             found = reference()
             if found is not None and found.uses > 0:
+                free -= found.size
+                if free < 0:
+                    return
                 found.start()
 
 
@@ -128,6 +134,11 @@ class _HostStorage:
         line = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         line.set_(storage, 0, (storage.nbytes(),), (1,))
         self._host = copies.send(line, tensor.detach(), self)
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return self._host.nbytes
 
     def __del__(self) -> None:
         """Let the computation wait for a copy that nothing has read, before it uses its memory."""
@@ -211,9 +222,15 @@ class _DeviceCopies:
         self._leaving.append(
             _PendingCopy(copied, tensor, get_write_count(tensor), weakref.ref(owner))
         )
-        while len(self._leaving) > AHEAD:
-            self._release(*self._leaving.popleft())
         return host
+
+    def release_oldest(self, most: int) -> None:
+        """Release the oldest storages, so that at most so many bytes wait for their copies."""
+        waiting = sum(each.tensor.untyped_storage().nbytes() for each in self._leaving)
+        while waiting > most:
+            oldest = self._leaving.popleft()
+            waiting -= oldest.tensor.untyped_storage().nbytes()
+            self._release(*oldest)
 
     def bring(self, host: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return device memory into which the bytes are copied, and the event after the copy."""

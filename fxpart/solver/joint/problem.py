@@ -98,7 +98,7 @@ class MicrobatchCost(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fie
     pool, layout: indices. forward, backward: seconds, including recomputation and the collectives
     of tensor and expert parallelism. collective: the collectives' share, forward and backward
     together. activation: bytes stored per microbatch in flight; workspace: bytes live only while
-    the block runs.
+    the block runs; largest: bytes of the largest tensor that autograd saves.
     """
 
     pool: int
@@ -110,6 +110,7 @@ class MicrobatchCost(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fie
     collective: tuple[float, ...]
     activation: tuple[int, ...]
     workspace: tuple[int, ...]
+    largest: int = 0
 
 
 class ParallelOption(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
