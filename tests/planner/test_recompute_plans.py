@@ -202,9 +202,11 @@ def test_activations_in_flight_are_on_the_host() -> None:
         assert after.host > 0 == before.host and after.forward_seconds >= before.forward_seconds
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("offload", ["optimizer", "activations", "both"])
-def test_a_plan_with_offload_trains_the_same_bits(offload: str) -> None:
-    found = program().replan(cluster(2), constraints={**FIXED, "offload": offload})
+def test_a_plan_with_offload_trains_the_same_bits(offload: str, recompute: str) -> None:
+    given = {**FIXED, "offload": offload, "recompute": recompute}
+    found = program().replan(cluster(2), constraints=given)
     made, plain = found.trainer(torch.optim.AdamW), stored().trainer(torch.optim.AdamW)
     assert made.options.offload == found.plan.offload == offload
     for seed in range(3):
