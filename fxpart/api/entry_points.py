@@ -82,15 +82,15 @@ def compile(
     fixed decisions; the solver decides all others: ``tp``, ``dp`` (data-parallel ranks of each
     block, or replicas), ``stages``, ``zero``, ``schedule`` ("1f1b,zb-v"), ``ranks`` (of the
     whole program); ``forbid`` ("zero; cut=h.3"), ``stage`` ("h.0-5=0"), ``layout`` (Megatron-LM's
-    notation); ``granularity`` ("block", "op"), ``solver``, ``time_limit`` (CPU seconds). ``mesh``
-    ("dp=2,tp=2", or "none" for one rank per stage) fixes the mesh of each stage. It allows
-    ``annotations`` (a file or text, in addition to those of :func:`fxpart.annotate`), ``zero`` (0
-    to 3) over ``zero_axis``, and ``placements`` ("solver", or "annotated" to replicate what
-    propagation leaves open). seed: of all random ops. batch_dims: the batch dim per input name;
-    None for an input that every microbatch gets whole. precision: "bf16" runs model and loss under
-    torch.autocast in bfloat16 (parameters and optimizer state keep their dtype); "fp8" computes
-    linear products in 8 bits, too, by torchao; by default the plan's, or "fp32", which changes
-    nothing. transfer_dtype: "bfloat16" sends float32 values and
+    notation); ``offload``, ``granularity`` ("block", "op"), ``solver``, ``time_limit`` (CPU
+    seconds). ``mesh`` ("dp=2,tp=2", or "none" for one rank per stage) fixes the mesh of each stage.
+    It allows ``annotations`` (a file or text, in addition to those of :func:`fxpart.annotate`),
+    ``zero`` (0 to 3) over ``zero_axis``, and ``placements`` ("solver", or "annotated" to replicate
+    what propagation leaves open). seed: of all random ops. batch_dims: the batch dim per input
+    name; None for an input that every microbatch gets whole. precision: "bf16" runs model and loss
+    under torch.autocast in bfloat16 (parameters and optimizer state keep their dtype); "fp8"
+    computes linear products in 8 bits, too, by torchao; by default the plan's, or "fp32", which
+    changes nothing. transfer_dtype: "bfloat16" sends float32 values and
     gradients between ranks in bfloat16; by default the plan's, or their own dtype. mode: "sync"
     (default); "async" (1F1B without flushes); "auto", the faster of both by simulation; or "queue",
     in which the first free replica of a stage takes the next microbatch, with the constraint

@@ -18,7 +18,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     The other fields are omitted from files and from the hash if unset. threads: computing threads
     of a CPU. quota: cores that the device may use on average, if a container limits it to fewer
     than its threads; the rates include this limit. price: cost per hour, in any one currency.
-    domain: failure domain (a rack, a zone). measured: measured rates by dtype (FLOP/s) and
+    domain: failure domain (a rack, a zone). host_bandwidth: bytes/s of copies between the device's
+    and its host's memory, in one direction. measured: measured rates by dtype (FLOP/s) and
     "bandwidth" (bytes/s), in addition to the nominal ones. extra: unknown keys of a file.
     """
 
@@ -35,6 +36,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     quota: float | msgspec.UnsetType = msgspec.UNSET
     price: float | msgspec.UnsetType = msgspec.UNSET
     domain: str | msgspec.UnsetType = msgspec.UNSET
+    host_bandwidth: float | msgspec.UnsetType = msgspec.UNSET
     measured: dict[str, float] | msgspec.UnsetType = msgspec.UNSET
     extra: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
@@ -52,13 +54,15 @@ class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     name: the ``host`` of its devices. cores: shared by its ranks; 0 if unknown. slowdown: measured
     factors by which computation slows down while 1, 2, ... ranks compute at the same time; empty
-    if not measured. address: network address. source: origin of the figures. extra: unknown keys
+    if not measured. memory: bytes that all ranks may offload to; unset if unknown. address: network
+    address. source: origin of the figures. extra: unknown keys
     of a file.
     """
 
     name: str
     cores: int = 0
     slowdown: tuple[float, ...] = ()
+    memory: int | msgspec.UnsetType = msgspec.UNSET
     address: str = ""
     source: str = ""
     extra: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET

@@ -118,8 +118,9 @@ def _list_fields() -> dict[str, type[msgspec.Struct]]:
 _UNITS: dict[str, dict[str, Callable[[str], float | None]]] = {
     "devices": {
         "memory": parse_size, "bandwidth": parse_bandwidth, "flops": parse_rate,
-        "launch": parse_seconds,
+        "launch": parse_seconds, "host_bandwidth": parse_bandwidth,
     },
+    "hosts": {"memory": parse_size},
     "links": {"latency": parse_seconds, "bandwidth": parse_bandwidth},
 }  # fmt: skip
 

@@ -137,6 +137,12 @@ def device_data(model: str) -> dict[str, Any]:
     return table[model]
 
 
+def find_device_data(model: str) -> dict[str, Any]:
+    """Return the data of a device model over that of its architecture; {} if it is unknown."""
+    known = _estimates.get(model) or _all().get(model) or {}
+    return _architectures().get(known.get("architecture", ""), {}) | known
+
+
 def add_estimate(data: dict[str, Any]) -> None:
     """Add estimated device data of a GPU of this host, under its name, in this process."""
     _estimates[data["name"]] = data

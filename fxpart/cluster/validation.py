@@ -122,6 +122,8 @@ def _optional_fields(where: str, device: Device) -> list[Problem]:
         found += not_negative(where, "price", device.price)
     if device.domain is not UNSET:
         found += plain_name(where, "domain", device.domain)
+    if device.host_bandwidth is not UNSET:
+        found += positive(where, "host_bandwidth", device.host_bandwidth)
     if device.measured is not UNSET:
         for what, rate in device.measured.items():
             found += positive(where, f"measured {short(what)}", rate)
@@ -168,7 +170,7 @@ def not_negative(where: str, what: str, value: float) -> list[Problem]:
 
 
 def hosts(cluster: Cluster) -> list[Problem]:
-    """Check the hosts: names, cores and slowdown."""
+    """Check the hosts: names, cores, memory and slowdown."""
     if cluster.hosts is UNSET:
         return []
     found = []
@@ -191,6 +193,10 @@ def _host(where: str, host: Host) -> list[Problem]:
     if not 0 <= host.cores <= MAX_COUNT:
         found.append(
             problem(where, f"cores is {quoted(host.cores)}", "give 1 or more, 0 if not known")
+        )
+    if host.memory is not UNSET and not 0 < host.memory <= MAX_MEMORY:
+        found.append(
+            problem(where, f"memory is {quoted(host.memory)} bytes", "give bytes, above 0")
         )
     if len(host.slowdown) > MAX_DEVICES:
         found.append(problem(where, f"slowdown has {len(host.slowdown)} entries"))

@@ -59,7 +59,13 @@ from fxpart.compat.optimizers import (
     steps_as_its_class,
 )
 from fxpart.compat.process_groups import default_store
-from fxpart.compat.saved_tensors import is_watched, release_saved, saved_hooks, saved_slots
+from fxpart.compat.saved_tensors import (
+    StorageReference,
+    is_watched,
+    release_saved,
+    saved_hooks,
+    saved_slots,
+)
 from fxpart.compat.symbolic_shapes import (
     disable_guards,
     floor_division,
@@ -104,6 +110,7 @@ from fxpart.compat.tracers import (
 
 __all__ = [
     "AttentionPart",
+    "StorageReference",
     "TorchDispatchMode",
     "active_modes",
     "active_tracer",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _PREFIX = "_raw_saved_"
 _SLOTS: dict[type, tuple[str, ...]] = {}  # of each kind of node, found once
@@ -47,6 +48,18 @@ def saved_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.
     """
     found = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return cast("tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None", found)
+
+
+class StorageReference:
+    """A weak reference to a storage (``torch.multiprocessing.reductions.StorageWeakRef``)."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        """Refer to the storage without keeping its memory."""
+        self._reference = StorageWeakRef(storage)
+
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether it refers to this storage, not to a freed one at its address."""
+        return self._reference.cdata == storage._cdata and not self._reference.expired()
 
 
 def is_watched(leaf: torch.Tensor) -> bool:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.plan.check_stages import Faults
 from fxpart.schedule.spec import SCHEDULES
 
 if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster
     from fxpart.plan.model import Plan, RankPrediction
 
 MOST = 200  # reported ranks
@@ -39,6 +42,36 @@ def prediction(plan: Plan) -> Faults:
         yield from _entry(plan, entry, where)
         yield from _ranks(plan, entry, stage_of, where)
     yield from _hosts(plan, stage_of)
+    yield from host_memory(plan)
+
+
+def host_memory(plan: Plan) -> Faults:
+    """Check that what the ranks of a host offload fits into its memory, if that is not theirs."""
+    needed: Counter[str] = Counter()
+    for entry in plan.prediction.ranks if plan.offload != "none" else ():
+        for rank in entry.ranks:
+            index = plan.devices[rank] if 0 <= rank < len(plan.devices) else rank
+            if 0 <= index < len(plan.cluster.devices):
+                device = plan.cluster.devices[index]
+                needed[device.host] += entry.host if device.kind != "cpu" else 0
+    for host, size in sorted(needed.items()):
+        limit = _get_host_memory(plan.cluster, host)
+        if size > limit:
+            yield (
+                "prediction.ranks",
+                f"offload={plan.offload} needs {size} bytes on {host}, which has {limit}",
+            )
+
+
+def _get_host_memory(cluster: Cluster, host: str) -> int:
+    """Return a host's memory in bytes: as stated, else twice that of its devices.
+
+    A DGX H100 and a DGX A100 have 2 TB, and 640 GB on their devices.
+    """
+    for known in () if cluster.hosts is msgspec.UNSET else cluster.hosts:
+        if known.name == host and known.memory is not msgspec.UNSET:
+            return known.memory
+    return 2 * sum(device.memory for device in cluster.devices if device.host == host)
 
 
 def _hosts(plan: Plan, stage_of: dict[int, int]) -> Faults:

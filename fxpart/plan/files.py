@@ -99,6 +99,11 @@ def plain(plan: Plan) -> dict[str, Any]:
                 del stage[name]
     if not found["modes"]:
         del found["modes"]
+    if found["offload"] == "none":
+        del found["offload"]
+    for entry in found["prediction"]["ranks"]:
+        if not entry["host"]:
+            del entry["host"]
     return found
 
 

@@ -15,6 +15,7 @@ from fxpart.cluster.devices import Device
 from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError, Problem
 from fxpart.plan.migration import VERSION
+from fxpart.plan.offload import Offload
 from fxpart.plan.prediction import HostLoad, PeakMemory, Prediction, RankPrediction
 from fxpart.plan.staleness_penalty import ModeCandidate
 from fxpart.schedule.weight_modes import FLUSH
@@ -227,7 +228,8 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     actions: for the schedule "found", which a solver found for these stages, the computations of
     each stage's ranks in order ("0F0 0F1 0B0"), by stage. precision: "bf16" where the model runs
     under autocast. transfer_dtype: the dtype in which floating-point values and gradients are sent
-    between ranks; empty: no conversion.
+    between ranks; empty: no conversion. offload: what is in host memory: the optimizer's state,
+    with the update on the host, or activations, or both.
     mesh: ranks by direction: "pipeline", and the mesh's axes by name ("data" and "tensor" where no
     axes are named); only "pipeline" where the stages' degrees differ or stages have replicas: then
     it counts each group once. sharding: how the ranks of a stage share its work; None where a stage
@@ -258,6 +260,7 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     actions: tuple[str, ...] = ()
     precision: Literal["fp32", "bf16", "fp8"] = "fp32"
     transfer_dtype: Literal["", "bfloat16"] = ""
+    offload: Offload = "none"
     weights: str = FLUSH
     optimizer: str = "adamw"
     seed: int = 0

@@ -76,7 +76,8 @@ class RankPrediction(_PredictionStruct, frozen=True, kw_only=True, forbid_unknow
     temporaries; 0 if not known. process: bytes of the rank's process besides its tensors
     (interpreter, libraries), and allocator: bytes that the allocator reserves beyond its tensors,
     as measured on the rank's host, plus half the variation of equal runs; 0 where not measured, and
-    on devices other than CPUs. The memory limit leaves space for both.
+    on devices other than CPUs. The memory limit leaves space for both. host: bytes that are
+    offloaded to the host's memory, on a CPU also parts of ``memory``; 0 if not known.
     """
 
     ranks: tuple[int, ...]
@@ -103,6 +104,7 @@ class RankPrediction(_PredictionStruct, frozen=True, kw_only=True, forbid_unknow
     update: int = 0
     process: int = 0
     allocator: int = 0
+    host: int = 0
 
     @property
     def resident(self) -> int:

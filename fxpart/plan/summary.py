@@ -89,7 +89,7 @@ def summary_rows(plan: Plan, work: ModelWork | None = None) -> list[tuple[str, s
         ("pipeline bubble", units.percent(plan.prediction.bubble)),
         ("bound", f"{certificate.status}: objective {units.seconds(certificate.objective)}, lower "
          f"bound {units.seconds(certificate.lower_bound)}, gap {units.percent(certificate.gap)}"),
-        ("memory", _memory(max(plan.prediction.ranks, key=used))),
+        ("memory", _memory(max(plan.prediction.ranks, key=used)) + _host_memory(plan)),
         ("verified", describe_check(plan.check)),
     ]  # fmt: skip
     if plan.equivalence is not None:
@@ -198,6 +198,14 @@ def _memory(entry: RankPrediction) -> str:
         f"at most {units.size(entry.memory.total)} of {units.size(entry.memory_limit)} per device "
         f"({units.percent(used(entry))}, stage {entry.stage})"
     )
+
+
+def _host_memory(plan: Plan) -> str:
+    """Return what is offloaded, "" without offload."""
+    if plan.offload == "none":
+        return ""
+    most = max(entry.host for entry in plan.prediction.ranks)
+    return f", {units.size(most)} per rank on the host (offload={plan.offload})"
 
 
 def _shortened(text: str) -> str:

@@ -223,6 +223,10 @@ def _precision(plan: Plan, constraints: Constraints) -> str:
     return "" if plan.precision == constraints["precision"] else f"precision={plan.precision}"
 
 
+def _offload(plan: Plan, constraints: Constraints) -> str:
+    return "" if plan.offload == constraints["offload"] else f"offload={plan.offload}"
+
+
 # Constraints that are a field of the plan: what the plan has instead, "" where they hold.
 _FIELDS: dict[str, Callable[[Plan, Constraints], str]] = {
     "ranks": _ranks,
@@ -232,4 +236,5 @@ _FIELDS: dict[str, Callable[[Plan, Constraints], str]] = {
     "mesh": _mesh,
     "granularity": _granularity,
     "precision": _precision,
+    "offload": _offload,
 }

@@ -16,6 +16,7 @@ from fxpart.plan.constraint_table import (
     suggest_names,
 )
 from fxpart.plan.model import Plan
+from fxpart.plan.offload import offload_of, offloads_activations
 from fxpart.planner.execution_mode import (
     ASYNC,
     Constraints,
@@ -49,6 +50,7 @@ def find_constraint_problems(constraints: Constraints) -> list[Problem]:
         problems += [
             *_find_virtual_stage_problems(constraints),
             *_find_solver_problems(constraints),
+            *_find_offload_problems(constraints),
         ]
     needing: tuple[str, ...] = ()
     if constraints.get("mesh") in (None, "", "none"):
@@ -122,6 +124,19 @@ def _find_solver_problems(constraints: Constraints) -> Iterator[Problem]:
         )
 
 
+def _find_offload_problems(constraints: Constraints) -> Iterator[Problem]:
+    """Yield FXP109 where offload is requested with decisions that exclude it."""
+    offload, mode = offload_of(constraints), mode_of(constraints)
+    if offload != "none" and mode != "sync":
+        why = f"mode={mode} may plan stages that update on their own, without an offload"
+        yield Problem("FXP109", f"constraint offload={offload!r}", why, "use mode=sync")
+    if offloads_activations(offload) and constraints.get("recompute") == "selective":
+        why = "selective recomputation stores results of ops on the device"
+        yield Problem(
+            "FXP109", f"constraint offload={offload!r}", why, "use recompute=full or recompute=none"
+        )
+
+
 def merge_data_axes(mesh: Mesh) -> dict[str, int]:
     """Return the sizes of the mesh's axes by name, those of both data axes as one."""
     axes = {name: size for name, size in mesh.axes if name != SHARD_AXIS}
@@ -177,6 +192,8 @@ def allowed_recompute(constraints: Constraints) -> tuple[Recompute, ...]:
             why="the constraints leave no mode of activation recomputation",
             fix=f"allow one of {', '.join(RECOMPUTE_MODES)}",
         )
+    if offloads_activations(offload_of(constraints)):
+        found = tuple(mode for mode in found if mode != "selective")
     if mode_of(constraints) in (ASYNC, QUEUE):
         return ("none",)
     return ("none",) if constraints.get("solver") == "cp-sat" and "none" in found else found

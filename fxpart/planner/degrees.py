@@ -18,6 +18,7 @@ from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
 from fxpart.plan.constraint_table import CONTEXT_AXIS, DATA_AXES, DATA_AXIS, QUEUE, SHARD_AXIS
 from fxpart.plan.model import Plan, PlanModel
+from fxpart.plan.offload import offloads_activations
 from fxpart.planner.constraints import list_fixed
 from fxpart.planner.context_parallelism import PlacedSequences
 from fxpart.planner.degree_proposal import DegreeSearchResult, make_proposal, select_distinct
@@ -79,6 +80,9 @@ def build_joint_problem(
         allowed = replace(allowed, context=ranks)  # also for short sequences
     if shards := list_fixed(request.constraints, "shard_degree"):
         allowed = replace(allowed, shard_degree=shards)
+    if offloads_activations(request.offload):
+        modes = tuple(mode for mode in allowed.recompute if mode != "selective")
+        allowed = replace(allowed, recompute=modes)
     schedules = _schedules(request, priced=space is None)
     return joint_problem(
         graph,
@@ -92,6 +96,7 @@ def build_joint_problem(
         weights=request.weights if ASYNC in schedules else STASH,
         space=allowed,
         transfer_dtype=request.transfer_dtype,
+        offload=request.offload,
         sequences=PlacedSequences(graph, captured),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -12,6 +12,7 @@ from fxpart.compat.optimizer_choice import choose, state_bytes
 from fxpart.compiler.graph_edit import value
 from fxpart.compiler.sparse_lookups import sparse_lookup, sparse_tables
 from fxpart.passes.rules import rule_of
+from fxpart.plan.offload import offloads_optimizer
 from fxpart.pricing.device_limits import RESERVE
 from fxpart.pricing.weights import trained_names
 
@@ -41,7 +42,8 @@ def shard_large_tables(
         return {}
     names = [name for name in captured.state if name in trained_names(captured)]
     shapes = [(tuple(captured.state[n].shape), captured.state[n].dtype) for n in names]
-    sizes = dict(zip(names, state_bytes(choose(request.optimizer), shapes, names), strict=True))
+    optimizer = choose(get_resident_optimizer(request))
+    sizes = dict(zip(names, state_bytes(optimizer, shapes, names), strict=True))
     for name, tensor in captured.state.items():
         sizes[name] = sizes.get(name, 0) + tensor.numel() * tensor.element_size()
     parts = mesh.shape[mesh.index(axis)]
@@ -53,6 +55,11 @@ def shard_large_tables(
         found[name] = f"{axis}:S(0)"
         total -= sizes[name] * (1 - 1 / parts)
     return found
+
+
+def get_resident_optimizer(request: PlanRequest) -> Any:
+    """Return the optimizer as far as its state is in the devices' memory."""
+    return "sgd" if offloads_optimizer(request.offload) else request.optimizer
 
 
 def _tables(graph: fx.Graph, axis: str, given: Mapping[str, str]) -> list[str]:

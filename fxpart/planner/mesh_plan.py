@@ -15,6 +15,7 @@ from fxpart.codegen.generated_program import GeneratedProgram
 from fxpart.errors import FxpartError, error
 from fxpart.plan.constraint_table import DATA_AXES
 from fxpart.plan.model import Plan, PlanModel
+from fxpart.plan.offload import offloads_activations
 from fxpart.planner.constraints import allowed_recompute
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.families import MESH_FAMILIES, find_family
@@ -22,7 +23,7 @@ from fxpart.planner.families.schedule_selection import (
     keep_cut_schedules,
     requested_schedules,
 )
-from fxpart.planner.prediction.process_memory import with_process
+from fxpart.planner.prediction.process_memory import check_host_memory, with_process
 from fxpart.planner.priced_mesh import (
     BRANCHES,
     CandidateCallback,
@@ -117,6 +118,7 @@ def solve_exactly(
         max_stages=request.stages[1],
         sharing=sharing,
         transfer_dtype=request.transfer_dtype,
+        offload=request.offload,
         recompute=allowed_recompute(request.constraints),
     )
     problem = apply_constraints(problem, request, assignment.starts)
@@ -135,9 +137,9 @@ def solve_exactly(
         return plan, parts
 
     plan, parts = chain() if family is None else family.plan(answer.context(problem, chain))
-    plan = with_process(plan, request.cost_model)
-    if any(made.over for made in chains) or plan.virtual > 1:  # stages are no runs of blocks
-        return plan, parts
+    plan = check_host_memory(with_process(plan, request.cost_model))
+    if any(made.over for made in chains) or plan.virtual > 1 or offloads_activations(plan.offload):
+        return plan, parts  # stages are no runs of blocks, or their activations are on the host
     return with_live_tensors(plan, problem, local, captured, sharing), parts
 
 

@@ -26,6 +26,7 @@ from fxpart.plan.model import (
     RankPrediction,
     Stage,
 )
+from fxpart.plan.offload import offload_of
 from fxpart.plan.precision import precision_of, transfer_dtype_of
 from fxpart.plan.prediction import HostLoad, StepParts, step_parts
 from fxpart.plan.schedule import with_directions
@@ -86,11 +87,9 @@ def make_plan(
     """Make the plan for ``solution.choice``.
 
     schedule: lowered, with the program's edges. shared: where a stage is several ranks; ``spec``
-    and ``problem`` are then those of one mesh rank. order: indices of the cluster's devices in the
-    order in which stages use them; by default the cluster's own. made: where stages form a graph
-    with branches; ``problem`` then has its blocks in the order of the stages. hosts: measured
-    contention of the shared hosts; by default as specified by the cluster (see
-    :mod:`fxpart.plan.contention`).
+    and ``problem`` are then those of one mesh rank. order: indices of the cluster's devices as
+    stages use them; by default in order. made: where stages form a graph with branches; ``problem``
+    then has its blocks in their order. hosts: measured contention; by default the cluster's.
     """
     choice = solution.choice
     assert choice is not None, "a plan needs a choice"
@@ -105,8 +104,7 @@ def make_plan(
         rank_prediction(k, ranks[k], cost, shared, problem)
         for k, cost in enumerate(evaluation.stages)
     )
-    used = sorted(used_devices)
-    loads = find_host_loads(cluster, used)
+    loads = find_host_loads(cluster, used := sorted(used_devices))
     if hosts is not None:
         loads = complete_host_loads(hosts, cluster, used)
     kinds = [cluster.devices[device].model for device in used]
@@ -123,6 +121,7 @@ def make_plan(
         schedule=choice.schedule,
         precision=precision_of(constraints),
         transfer_dtype=transfer_dtype_of(constraints),
+        offload=offload_of(constraints),
         optimizer=optimizer,
         seed=spec.seed,
         prediction=_prediction(evaluation, schedule, edges, rows, loads),
@@ -273,6 +272,7 @@ def rank_prediction(
         in_flight=cost.in_flight,
         workspace=cost.workspace - problem.packed,
         update=cost.updating,
+        host=cost.host,
     )
 
 

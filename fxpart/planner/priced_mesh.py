@@ -34,7 +34,8 @@ from fxpart.planner.refinement import (
     with_trial_run,
 )
 from fxpart.planner.request import PlanRequest
-from fxpart.pricing.partition import compute_reduction_times, copying_of
+from fxpart.pricing.non_op_costs import copying_of
+from fxpart.pricing.partition import compute_reduction_times
 from fxpart.pricing.stage_parallelism import GradientReductionTimes, StageParallelism
 from fxpart.solver.objective import PartitionEvaluation, evaluate
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution

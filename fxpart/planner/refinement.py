@@ -186,6 +186,8 @@ def measured_whole(
     here, timed = own_microbatches or microbatches, later.microbatches
     blocks = range(stage.first, stage.last + 1)
     weights = [w for w in problem.weights if any(block in blocks for block in w.blocks)]
+    if stage.host:  # stages are measured without offload
+        return None
     update = own.of_timed(weights, timed / microbatches, timed) * later.optimizer.seconds
     back = (first.backward.seconds + (here - 1) * later.backward.seconds) / here
     merged = own.merging(weights, microbatches) * microbatches / here

@@ -14,6 +14,7 @@ from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.constraint_table import DATA_AXES, DATA_AXIS, QUEUE, SHARD_AXIS
 from fxpart.plan.model import Plan
+from fxpart.plan.offload import Offload, offload_of
 from fxpart.plan.precision import precision_of, transfer_dtype_of
 from fxpart.plan.staleness_penalty import StalenessPenalty
 from fxpart.planner.constraints import (
@@ -66,6 +67,11 @@ class PlanRequest:
     def transfer_dtype(self) -> str:
         """Return the dtype in which float32 is sent between ranks, "" for no conversion."""
         return transfer_dtype_of(self.constraints)
+
+    @property
+    def offload(self) -> Offload:
+        """Return what is in host memory."""
+        return offload_of(self.constraints)
 
     @property
     def mode(self) -> str:

@@ -29,7 +29,7 @@ from fxpart.plan.constraint_table import DATA_AXES, DATA_AXIS
 from fxpart.plan.model import Certificate
 from fxpart.planner.constraints import allowed_recompute
 from fxpart.planner.context_parallelism import shard_sequences
-from fxpart.planner.embedding_tables import shard_large_tables
+from fxpart.planner.embedding_tables import get_resident_optimizer, shard_large_tables
 from fxpart.planner.expert_parallelism import shard_experts
 from fxpart.pricing.placements import StrategyAssignment, choose_placements
 from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placements
@@ -240,7 +240,7 @@ def _select_placements(
         request.cluster,
         cost_model=request.cost_model,
         microbatches=expected.microbatches or 1,
-        optimizer=request.optimizer,
+        optimizer=get_resident_optimizer(request),
         in_flight=expected.in_flight,
         stages=expected.stages,
         time_limit=float(request.constraints.get("time_limit", 30.0)),

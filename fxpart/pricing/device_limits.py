@@ -38,7 +38,9 @@ def group_by_kind(cluster: Cluster) -> tuple[tuple[Device, ...], tuple[int, ...]
         rates = tuple(sorted(device.flops.items()))
         curve = curves.get(device.host, ())
         shared = (ranks[device.host], curve) if curve or device.kind == "cpu" else ()
-        speed = (rates, device.bandwidth, device.launch, device.share)
+        speed = (
+            rates, device.bandwidth, device.launch, device.share, device.host_bandwidth
+        )  # fmt: skip
         key = (device.kind, device.model, *speed, shared)
         if key not in found:
             found[key] = len(samples)

@@ -112,10 +112,14 @@ class BlockTimes:
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """By kind and mode: bytes saved for the backward, and live while the block runs."""
+    """By kind and mode: bytes saved for the backward, and live while the block runs.
+
+    largest: bytes of the largest tensor that autograd saves.
+    """
 
     activation: Mapping[Recompute, tuple[int, ...]]
     workspace: Mapping[Recompute, tuple[int, ...]]
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -280,7 +284,8 @@ class BlockCostSheet:
             products = [each for one in found for each in one.products]
             again = {i for i, one in zip(indices, found, strict=True) if one.again}
             lives[mode] = live(self._workspace.bytes(sizes, again, products))
-        return BlockMemory(kept, lives)
+        saved = (sizes.number(size) for stored in self._stored for size in stored)
+        return BlockMemory(kept, lives, max(saved, default=0))
 
     def _by_kind(self, seconds: Row) -> Row:
         total = np.zeros(self._count)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import fx
 
 from fxpart.compiler import MESH_KEY
+from fxpart.pricing.host_offload import HostOffload
 from fxpart.pricing.joint_block_kinds import find_kinds
 from fxpart.pricing.joint_context import ContextParallelLayout
 from fxpart.pricing.joint_cost_sheet import BlockCostSheet, BlockLayout, SampleOps
@@ -66,13 +67,20 @@ class ModelBlocks:
     """One graph's kinds of blocks, with its parameters."""
 
     def __init__(
-        self, graph: fx.GraphModule, captured: CapturedModel, optimizer: OptimizerChoice
+        self,
+        graph: fx.GraphModule,
+        captured: CapturedModel,
+        optimizer: OptimizerChoice,
+        host: HostOffload | None = None,
     ) -> None:
-        """Find kinds and tied parameters."""
+        """Find kinds and tied parameters. host: what is offloaded."""
         self.graph, self.captured, self.optimizer = graph, captured, optimizer
+        self.host = HostOffload() if host is None else host
         self.trained = trained_names(captured) if captured.training else frozenset()
         self.specs = Specs(self.trained)
-        found = weights(graph.graph, captured, self.trained, optimizer)
+        found = tuple(
+            map(self.host.weight, weights(graph.graph, captured, self.trained, optimizer))
+        )
         self.kinds = find_kinds(graph, self.specs, found)
         self.tied = tuple(w for w in found if len(w.blocks) > 1)
         self.ties = tuple(
@@ -288,7 +296,8 @@ class ModelLayouts:
                 name=w.name, blocks=(0,), weight=-(-w.weight // cut.weight(w)),
                 gradient=-(-w.gradient // cut.weight(w)),
                 optimizer=-(-w.optimizer // cut.weight(w)), buffer=w.buffer,
-                sparse=w.sparse,
+                sparse=w.sparse, host=-(-w.host // cut.weight(w)),
+                copied=-(-w.copied // cut.weight(w)),
             )
             for w in local_weights
         )  # fmt: skip

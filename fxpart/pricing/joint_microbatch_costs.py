@@ -44,16 +44,26 @@ class MicrobatchCosts:
         ops, sums = self._seconds(pool, layout, rows)
         again = ops.again[mode] + sums.again[mode]
         memory = self.memory(layout, rows)
+        forward, backward = (
+            _row(ops.forward + sums.forward),
+            _row(ops.backward + sums.backward + again),
+        )
+        host = self.layouts.model.host
+        if host.activations:
+            saved = self._saved(layout, rows)
+            device = self.pools[pool].sample
+            forward, backward = (host.overlap(row, saved, device) for row in (forward, backward))
         return MicrobatchCost(
             pool=pool,
             layout=layout,
             rows=rows,
             recompute=mode,
-            forward=_row(ops.forward + sums.forward),
-            backward=_row(ops.backward + sums.backward + again),
+            forward=forward,
+            backward=backward,
             collective=_row(sums.forward + sums.backward + sums.again[mode]),
             activation=memory.activation[mode],
             workspace=memory.workspace[mode],
+            largest=memory.largest,
         )
 
     def _seconds(self, pool: int, layout: int, rows: int) -> tuple[BlockTimes, BlockTimes]:
@@ -75,8 +85,26 @@ class MicrobatchCosts:
     def memory(self, layout: int, rows: int) -> BlockMemory:
         """Return the memory of a microbatch of ``rows`` rows."""
         if (layout, rows) not in self._bytes:
-            self._bytes[layout, rows] = self.layouts.sheet(layout).bytes(self.rows.at(rows))
+            found, host = self._memory(layout, rows), self.layouts.model.host
+            if host.activations:
+                rows_by_mode = {
+                    mode: host.memory(row, found.workspace[mode], found.largest)
+                    for mode, row in found.activation.items()
+                }
+                found = BlockMemory(
+                    {mode: kept for mode, (kept, _) in rows_by_mode.items()},
+                    {mode: working for mode, (_, working) in rows_by_mode.items()},
+                    found.largest,
+                )
+            self._bytes[layout, rows] = found
         return self._bytes[layout, rows]
+
+    def _memory(self, layout: int, rows: int) -> BlockMemory:
+        return self.layouts.sheet(layout).bytes(self.rows.at(rows))
+
+    def _saved(self, layout: int, rows: int) -> tuple[int, ...]:
+        """Return the bytes by kind that autograd saves, also under recomputation."""
+        return self._memory(layout, rows).activation["none"]
 
 
 def _row(values: Row) -> tuple[float, ...]:

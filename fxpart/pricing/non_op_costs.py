@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from fxpart import costmodels
 from fxpart.costmodels.efficiency import copy_bandwidth
+from fxpart.pricing.device_groups import group_devices
+from fxpart.pricing.device_limits import group_by_kind
+from fxpart.pricing.host_offload import update_seconds
 from fxpart.pricing.optimizer_step import (
     RATE,
     ROWS,
@@ -27,6 +31,7 @@ from fxpart.pricing.weights import step_seconds
 
 if TYPE_CHECKING:
     from fxpart.cluster.devices import Device
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel
     from fxpart.solver.problem import Weight
 
@@ -67,12 +72,20 @@ class NonOpCosts:
         return cls(device, known.factors, full, full * known.action, full * known.step)
 
     def updates(self, weights: Sequence[Weight], blocks: int) -> tuple[float, ...]:
-        """Return the optimizer's seconds by block; a tied weight counts for its first."""
-        if UPDATE not in self.factors:
-            return step_seconds(tuple(weights), blocks, self.device)
+        """Return the optimizer's seconds by block; a tied weight counts for its first.
+
+        An update of an offloaded weight on the host is not calibrated.
+        """
+        here = tuple(weight for weight in weights if not weight.host)
         seconds = [0.0] * blocks
-        for weight in weights:
+        if UPDATE not in self.factors:
+            seconds = list(step_seconds(here, blocks, self.device))
+            here = ()
+        for weight in here:
             seconds[weight.blocks[0]] += self._seconds_of(update_parts([weight]))
+        for weight in weights:
+            if weight.host:
+                seconds[weight.blocks[0]] += update_seconds(weight, self.device)
         return tuple(seconds)
 
     def of_timed(self, weights: Sequence[Weight], share: float, microbatches: int) -> float:
@@ -136,3 +149,12 @@ class NonOpCosts:
         return self.full * sum(
             seconds * self.factors.get(name, 1.0) for name, seconds in parts.items()
         )
+
+
+def copying_of(
+    cluster: Cluster, cost_model: str | CostModel, group_size: int = 1
+) -> tuple[float, ...]:
+    """Return the seconds to read or write a byte, by the problem's device types."""
+    model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
+    devices, _ = group_by_kind(group_devices(cluster, group_size))
+    return tuple(NonOpCosts.of(model, device).copying for device in devices)

@@ -16,6 +16,7 @@ from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
 from fxpart.compiler.collective_calls import is_collective
 from fxpart.compiler.node_annotation import BlockInfo
 from fxpart.errors import error
+from fxpart.plan.offload import Offload
 from fxpart.pricing.collective_traffic import (
     CollectiveTransfer,
     NodeTraffic,
@@ -25,6 +26,7 @@ from fxpart.pricing.collective_traffic import (
 )
 from fxpart.pricing.device_groups import Rings, group_devices
 from fxpart.pricing.device_limits import RESERVE, group_by_kind, limits
+from fxpart.pricing.host_offload import HostOffload
 from fxpart.pricing.memory import crossing, saved_storages
 from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.pricing.recompute_costs import BlockForward, RecomputeCosts
@@ -70,6 +72,7 @@ def price(
     sharing: StageParallelism | None = None,
     transfer_dtype: str = "",
     recompute: Sequence[Recompute] = ("none",),
+    offload: Offload = "none",
 ) -> tuple[PartitionProblem, dict[str, str]]:
     """Return the partition problem of a graph on a cluster, and the sources of its costs.
 
@@ -78,15 +81,13 @@ def price(
     :func:`fxpart.compat.optimizer_choice.choose`. max_stages: None for as many as there are
     devices. sharing: where a stage is several ranks; the graph is then that of one rank, and the
     devices of the problem are groups of consecutive devices of the cluster. transfer_dtype: dtype
-    in which float32 is sent between stages, "" for no conversion. recompute: the modes of
-    activation recomputation that stages may use; without a backward there is none. others:
-    schedules that may be used on the stages besides ``schedules``. Raises FXP105 (the batch cannot
-    be split), FXP109 (an argument) and FXP403 (no link).
+    in which float32 is sent between stages, "" for no conversion. recompute: the modes that
+    stages may use. offload: what is in host memory. others: schedules allowed besides
+    ``schedules``. Raises FXP105 (the batch), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     blocks = _blocks_of(graph)
     trained = trained_names(captured) if captured.training else frozenset()
-    specs = Specs(trained)
     shared = sharing or StageParallelism(Mesh())
     places = group_devices(cluster, shared.mesh.size)
     rings = Rings(cluster, shared.mesh)
@@ -94,12 +95,13 @@ def price(
     own = [NonOpCosts.of(model, device) for device in devices]
     most = min(len(places.devices), len(blocks), max_stages or len(places.devices))
     cuts = variants(captured, _rows(captured, batch_size, shared, microbatches), microbatches, most)
-    whole = weights(graph.graph, captured, trained, choose(optimizer))
+    host, found = HostOffload.of(offload, cluster), choose(optimizer)
+    whole = tuple(map(host.weight, weights(graph.graph, captured, trained, found)))
     state = tuple(map(shared.divided, whole))
     modes: tuple[Recompute, ...] = tuple(recompute) if captured.training else ("none",)
     pricer = _Pricer(
-        graph, specs, model, own, whole, len(blocks), shared, rings, transfer_dtype, modes,
-        (*_schedules(schedules), *others),
+        graph, Specs(trained), model, own, whole, len(blocks), shared, rings, transfer_dtype, modes,
+        (*_schedules(schedules), *others), host,
     )  # fmt: skip
     copying = max(each.copying for each in own)
     times = shared.compute_reduction_times(whole, len(blocks), model, rings, copying)
@@ -122,8 +124,9 @@ def price(
         max_stages=max(most, 1),
         packed=pricer.packed,
         recompute=modes,
+        offloads=host.others,
     )
-    return problem, _provenance(model, cluster, choose(optimizer).name, captured, pricer)
+    return problem, _provenance(model, cluster, found.name, captured, pricer)
 
 
 def compute_reduction_times(
@@ -146,15 +149,6 @@ def compute_reduction_times(
     return sharing.compute_reduction_times(
         whole, count, model, Rings(cluster, sharing.mesh), copying
     )
-
-
-def copying_of(
-    cluster: Cluster, cost_model: str | CostModel, group_size: int = 1
-) -> tuple[float, ...]:
-    """Return the seconds to read or write a byte, by the problem's device types."""
-    model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
-    devices, _ = group_by_kind(group_devices(cluster, group_size))
-    return tuple(NonOpCosts.of(model, device).copying for device in devices)
 
 
 def _blocks_of(graph: fx.GraphModule) -> Sequence[BlockInfo]:
@@ -227,7 +221,9 @@ class _Pricer:
         transfer_dtype: str,
         recompute: tuple[Recompute, ...],
         schedules: Sequence[str],
+        host: HostOffload,
     ) -> None:
+        self.host = host
         self.packed = largest_bucket(state, shared)
         self.model, self.own, self.blocks = model, own, blocks
         self.sources: set[str] = set()
@@ -283,6 +279,7 @@ class _Pricer:
             backward=tuple(backward for _, backward in rows),
             activation=activation,
             workspace=workspace,
+            largest=max((sizes.number(size) for row in self._saved for size in row), default=0),
             value_bytes=tuple(map(sizes.number, self._value_bytes)),
             collective=self._collective_seconds(sizes),
             recompute=again,
@@ -291,7 +288,7 @@ class _Pricer:
             else self._split.price(sizes, [(own.device, back) for own, (_, back) in pairs]),
         )
         self.unknown |= sizes.unknown
-        return variant
+        return self.host.variant(variant, [own.device for own in self.own])
 
     def _seconds(
         self, sizes: Sizes, own: NonOpCosts, microbatches: int
@@ -362,6 +359,8 @@ def _provenance(
         "optimizer": f"{optimizer}, one step on parameters of the same shapes",
         **model.provenance(),
     }
+    if source := pricer.host.source:
+        result["offload"] = source
     if pricer.unknown:
         names = ", ".join(sorted(pricer.unknown))
         result["sizes"] = f"only known at run time, assumed to be the microbatch size: {names}"

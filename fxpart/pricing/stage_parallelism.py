@@ -86,6 +86,8 @@ class StageParallelism:
             weight,
             temporary=-(-weight.temporary // parts),
             optimizer=-(-weight.optimizer // parts),
+            host=-(-weight.host // parts),
+            copied=-(-weight.copied // parts),
             gradient=weight.gradient if whole else -(-weight.gradient // parts),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from fxpart.plan.model import Certificate, PeakMemory
+from fxpart.plan.offload import Offload
 from fxpart.plan.prediction import StepParts
 from fxpart.plan.staleness_penalty import ModeCandidate
 from fxpart.plan.throughput import Throughput
@@ -64,7 +65,8 @@ class MemoryBottleneck(_ExplanationStruct, frozen=True, kw_only=True):
     """The ranks with the least of their memory left, in shares of the limit. Bytes.
 
     process, allocator: what the process takes beside its tensors; resident: with them, at its peak.
-    0 where that was not measured. The limit has room for both.
+    0 where that was not measured. The limit has room for both. host: the most that a rank offloads
+    to its host's memory; offload: what it is.
     """
 
     stage: int
@@ -79,6 +81,8 @@ class MemoryBottleneck(_ExplanationStruct, frozen=True, kw_only=True):
     process: int = 0
     allocator: int = 0
     resident: int = 0
+    host: int = 0
+    offload: Offload = "none"
 
 
 class RejectedAlternative(_ExplanationStruct, frozen=True, kw_only=True):
@@ -136,6 +140,7 @@ class StageFigures(_ExplanationStruct, frozen=True, kw_only=True):
     process: int = 0
     allocator: int = 0
     resident: int = 0
+    host: int = 0
 
 
 class ContentionFigures(_ExplanationStruct, frozen=True, kw_only=True):

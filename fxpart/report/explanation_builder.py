@@ -152,6 +152,8 @@ def _fullest(plan: Plan) -> MemoryBottleneck:
         process=entry.process,
         allocator=entry.allocator,
         resident=entry.resident,
+        host=max(one.host for one in plan.prediction.ranks),
+        offload=plan.offload,
     )
 
 
@@ -175,7 +177,7 @@ def _stage(plan: Plan, entry: RankPrediction) -> StageFigures:
         "forward_seconds", "backward_seconds", "collective_seconds", "gather_seconds",
         "transfer_seconds", "sync_seconds", "tie_seconds", "optimizer_seconds", "overhead_seconds",
         "predict_seconds", "microbatch_seconds", "step_only_seconds", "in_flight",
-        "process", "allocator", "resident",
+        "process", "allocator", "resident", "host",
     )  # fmt: skip
     decisions = ("data_parallel", "tensor_parallel", "expert_parallel", "context_parallel", "zero",
                  "shard_degree", "recompute", "label", "parameters")  # fmt: skip

@@ -230,6 +230,10 @@ def memory_lines(found: Explanation) -> list[str]:
         f"Stage {given.stage} (rank {shortened(given.ranks, 24)}) has the least free memory: "
         f"{units.size(given.free)} of {units.size(given.limit)}."
     ]
+    if given.offload != "none":
+        lines.append(
+            f"offload={given.offload}: at most {units.size(given.host)} per rank in host memory."
+        )
     if given.resident:
         lines.append(
             f"Its process takes {units.size(given.resident)} at the peak: "

@@ -65,13 +65,15 @@ class PipelineEngine:
         local: LocalExecutors,
         hooks: Callable[[int], BackwardHooks | None] | None = None,
         recompute: Mapping[int, Mode] | None = None,
+        offload: bool = False,
         events: FlightRecorder | None = None,
     ) -> None:
         """Open the routes of the program; every rank must create the engine at the same time.
 
         mesh_ranks: this process's mesh ranks. ranks: of each stage and mesh rank. local: runs
         the executors. hooks: returns per mesh rank the hooks around backwards. recompute: by stage,
-        the recompute mode. events: the recorder of actions.
+        the recompute mode. offload: whether activations wait in host memory. events: the recorder
+        of actions.
         """
         self.spec = mesh_ranks[0].spec
         with convert_transport_errors(transport, "connecting the ranks"):
@@ -83,7 +85,7 @@ class PipelineEngine:
         self._schedule = schedule
         self._local = local
         self._hooks = hooks
-        self._recompute = dict(recompute or {})
+        self._recompute, self._offload = dict(recompute or {}), offload
         self._events = FlightRecorder(transport.local[0], 64) if events is None else events
         self._agrees = self._events.mark(AGREE, "wait", peer=ALL)
         self._ends = self._events.mark(END, "wait", peer=ALL)
@@ -186,6 +188,7 @@ class PipelineEngine:
                 threads=self._local.has_threads,
                 hooks=hooks,
                 recompute=self._recompute,
+                offload=self._offload,
                 events=self._events,
             )
             for rank in self._transport.local

@@ -321,9 +321,14 @@ class FlushedPipeline(Pipeline):
         clip_both(self._state, self._shards, total, options.clip_norm, options.clip_value)
 
     def _optimize(self) -> None:
+        host = self._shards.host
         try:
+            if host is not None:
+                host.fetch()
             for optimizer in self._trainer.optimizers.values():
                 optimizer.step()
+            if host is not None:
+                host.store()
         except Exception as cause:
             if len(self._transport.local) < self._transport.ranks:
                 # The other ranks have updated their weights, so no step can follow this one.

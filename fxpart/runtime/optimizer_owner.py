@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fxpart.errors import error
+from fxpart.plan.offload import offloads_optimizer
 from fxpart.runtime.asynchronous.optimizer_facade import StageOptimizerFacade
 from fxpart.runtime.asynchronous.stage_optimizers import (
     collect_stage_parameters,
@@ -147,6 +148,8 @@ class OptimizerOwner(EntryPoints):
         if not self.is_asynchronous:
             for each in self.optimizers.values():
                 self._shards.install(each)
+            if offloads_optimizer(self.options.offload):
+                self._shards.move_to_host(list(self.optimizers.values()))
         if user is not None:
             user.fill(state, self._shards, self.optimizers.values())
         self.optimizer = self._make_facade(user)
@@ -190,7 +193,7 @@ class OptimizerOwner(EntryPoints):
         for entry in self._state.entries.values():
             first = entry.first() if entry.trainable else None
             for ids, mine in zip(groups, found, strict=True):
-                if first is not None and id(self._shards.of(first)) in ids:
+                if first is not None and id(self._shards.updated(first)) in ids:
                     mine.append(first)
         return found
 
@@ -230,9 +233,15 @@ class OptimizerOwner(EntryPoints):
                         for copy in entry.copies.values():
                             if (first := entry.first()) is not None and copy is not first:
                                 copy.copy_(first)
+            self._note_written()
         facade.apply()
         text += facade.changed
         return text
+
+    def _note_written(self) -> None:
+        """Note that parameters were written by others than the optimizers."""
+        if self._shards.host is not None:
+            self._shards.host.note_written()
 
     def _freeze(self, frozen: frozenset[str]) -> None:
         """Freeze parameters as in the user's module, or train them again."""

@@ -147,6 +147,7 @@ class StatefulTrainer(TrainerBase):
         for name, tensor in self._unused.items():
             if name in state:
                 tensor.copy_(state[name])
+        self._note_written()
         if self.watch is not None:
             self.watch.accept()
         self.divisors.renew()

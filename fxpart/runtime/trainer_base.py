@@ -12,6 +12,7 @@ from torch import nn
 from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.diagnostics.rank_event import LEFT
 from fxpart.errors import FxpartError, error
+from fxpart.plan.offload import offloads_activations
 from fxpart.plan.throughput import RowFigures
 from fxpart.program.spec import ProgramSpec
 from fxpart.rng import RepeatedKey, microbatch_key
@@ -243,9 +244,8 @@ class TrainerBase(OptimizerOwner):
             self._transport, "compiled stages",
             lambda: (
                 compile_stages(
-                    wanted, self._mesh_ranks, list(self._devices.values()), recompute=recompute,
-                ),
-                "",
+                    wanted, self._mesh_ranks, [*self._devices.values()], recompute=recompute
+                ), "",
             ),
         )  # fmt: skip
 
@@ -304,6 +304,7 @@ class TrainerBase(OptimizerOwner):
             local=self._local,
             hooks=hooks,
             recompute=self.options.recomputes(len(self.spec.stages)),
+            offload=offloads_activations(self.options.offload),
             events=self.events,
         )
 

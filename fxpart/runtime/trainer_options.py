@@ -11,6 +11,7 @@ import torch
 
 from fxpart.accelerator import is_accelerator
 from fxpart.errors import FxpartError, Problem, error
+from fxpart.plan.offload import OFFLOADS, offloads_activations
 from fxpart.program.replica_groups import explain_unsupported_ties
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.executor.recompute import Mode
@@ -47,6 +48,7 @@ _LIMITS = {
         ("synchronous", "asynchronous"), "compiled stages", "use compile_stages=False"
     ),
     "cuda_graphs": _Limit(("synchronous",), "CUDA graphs", "use cuda_graphs=False"),
+    "offload": _Limit(("synchronous",), "offload=", "omit it"),
     "ema": _Limit(("synchronous", "asynchronous"), "a moving average of the weights", "omit ema="),
     "log_grad_norm": _Limit(("synchronous", "asynchronous"), "log_grad_norm=", "omit it"),
     "warm_up": _Limit(("asynchronous", "queue"), "warm_up=", "omit it"),
@@ -86,9 +88,11 @@ class TrainerOptions:
     elements; at most one of the two. log_grad_norm: compute the global norm at every update, also
     without clipping. seed: of random ops, by default the program's. recompute: activation
     recomputation ("none", "selective", "full"), of all stages or by stage: see
-    :mod:`fxpart.runtime.executor.recompute`. compile_stages: a backend of torch.compile for each
-    stage, or whether to use inductor: see :mod:`fxpart.runtime.executor.torch_compile`. pin: bind
-    each local rank to its own cores, or "auto" if that is useful: see
+    :mod:`fxpart.runtime.executor.recompute`. offload: what is in host memory, "optimizer" (state
+    and update), "activations" or "both": see :mod:`fxpart.runtime.optimizer.host_parameters` and
+    :mod:`fxpart.runtime.executor.activation_offload`. compile_stages: a backend of torch.compile
+    for each stage, or whether to use inductor: see :mod:`fxpart.runtime.executor.torch_compile`.
+    pin: bind each local rank to its own cores, or "auto" if that is useful: see
     :mod:`fxpart.runtime.host.cpu_affinity`. gather_ahead: for how many blocks ZeRO-3 gathers
     parameters before their use; by default one on accelerators, and none on CPUs. cuda_graphs:
     record the kernels of each stage and replay them: see
@@ -121,6 +125,7 @@ class TrainerOptions:
     log_grad_norm: bool = False
     seed: int | None = None
     recompute: str | Mapping[int, str] = "none"
+    offload: str = "none"
     compile_stages: bool | str = False
     pin: bool | str = False
     gather_ahead: int | None = None
@@ -163,6 +168,7 @@ class TrainerOptions:
             where = f"ema={made.ema}"
             raise _make_error(where, "a decay is at least 0 and less than 1", "use 0.999")
         made.recomputes(0)
+        made._check_offload()
         made._check_counts()
         made._check_kind()
         return made
@@ -215,6 +221,21 @@ class TrainerOptions:
             problem = f"weights={self.mode.name!r} does not support queues; use {known}"
         if problem:
             raise _make_error("program.trainer", problem, "")
+
+    def _check_offload(self) -> None:
+        """Raise FXP109 for unknown values of ``offload``, and options that exclude activations."""
+        where = f"offload={self.offload!r}"
+        if self.offload not in OFFLOADS:
+            raise _make_error(where, "there is no such option", f"use one of {', '.join(OFFLOADS)}")
+        if not offloads_activations(self.offload):
+            return
+        given = self.recompute.values() if isinstance(self.recompute, Mapping) else [self.recompute]
+        if "selective" in given:
+            why = "selective recomputation stores results of ops on the device"
+            raise _make_error(where, why, 'use recompute="full" or "none"')
+        if self.cuda_graphs:
+            why = "a recorded graph uses fixed memory for its activations"
+            raise _make_error(where, why, 'use cuda_graphs=False, or offload="optimizer"')
 
     def _check_kind(self) -> None:
         """Raise FXP109 for options that this kind of trainer does not have."""

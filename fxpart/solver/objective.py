@@ -80,7 +80,8 @@ class StageCost(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_
     the communication between ranks of the stage within forward and backward. workspace: bytes,
     already included in ``memory.activations``. updating: bytes during the optimizer step, without
     those of microbatches in flight. recompute: the mode of recomputation; recompute_seconds:
-    its part of ``backward_seconds``. splitting_seconds: the part because backwards are split.
+    its part of ``backward_seconds``. splitting_seconds: the part because backwards are split. host:
+    bytes in host memory.
     """
 
     first: int
@@ -100,6 +101,7 @@ class StageCost(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_
     recompute: Recompute = "none"
     recompute_seconds: float = 0.0
     splitting_seconds: float = 0.0
+    host: int = 0
 
     @property
     def fits(self) -> bool:
@@ -342,6 +344,7 @@ class PartitionScorer:
             in_flight=flying,
             workspace=workspace,
             updating=state + max((w.temporary for w in weights), default=0),
+            host=sum(w.host for w in weights) + flying * sum(variant.offloaded[first : last + 1]),
         )
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from fxpart.plan.offload import Offload
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 
 Recompute = Literal["none", "selective", "full"]
@@ -75,7 +76,8 @@ class Weight(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     bytes are in ``weight``. sparse: the gradient has only the rows that a step uses, counted
     SPARSE_COPIES times, and the optimizer updates only those. temporary: bytes that the optimizer
     allocates while it updates the weight, when the activations are freed; weights are updated one
-    after the other.
+    after the other. host: bytes in host memory under offload; copied: those of them that cross the
+    link to the host per step.
     """
 
     name: str
@@ -86,6 +88,8 @@ class Weight(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=
     buffer: bool = False
     sparse: bool = False
     temporary: int = 0
+    host: int = 0
+    copied: int = 0
 
     @property
     def rows(self) -> int:
@@ -134,7 +138,9 @@ class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields
     that are not sent. collective:
     communication time between the ranks of a stage, in forward and backward together, [block];
     empty if there is none. recompute: the modes of recomputation whose costs are known. split: of a
-    schedule that splits backwards; None if there are none.
+    schedule that splits backwards; None if there are none. offloaded: bytes of a microbatch in
+    flight that wait in host memory, [block]; empty if there are none. largest: bytes of the largest
+    tensor that autograd saves.
     """
 
     microbatch_size: int
@@ -147,6 +153,8 @@ class Variant(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields
     collective: tuple[float, ...] = ()
     recompute: tuple[Recomputation, ...] = ()
     split: SplitBackward | None = None
+    offloaded: tuple[int, ...] = ()
+    largest: int = 0
 
 
 class PartitionProblem(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,7 +167,8 @@ class PartitionProblem(_PartitionStruct, frozen=True, kw_only=True, forbid_unkno
     (max_stages <= len(devices)). packed: bytes within each block's workspace for gradients that are
     packed while it runs. recompute: the modes that stages may use, "none" among them or not. Each
     stage uses the fastest one that fits: that is never worse, because a mode changes nothing but
-    the stage's own seconds and bytes. So a choice does not state it.
+    the stage's own seconds and bytes. So a choice does not state it. offloads: that
+    remedies may name.
     """
 
     blocks: tuple[str, ...]
@@ -176,6 +185,7 @@ class PartitionProblem(_PartitionStruct, frozen=True, kw_only=True, forbid_unkno
     max_stages: int = 1
     packed: int = 0
     recompute: tuple[Recompute, ...] = ("none",)
+    offloads: tuple[Offload, ...] = ()
 
 
 def without_recompute(problem: PartitionProblem) -> PartitionProblem:

@@ -11,6 +11,7 @@ import msgspec
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.solver.greedy import first_choices
 from fxpart.solver.objective import PartitionScorer
+from fxpart.solver.offload import with_offload
 from fxpart.solver.problem import (
     DeviceLimit,
     PartitionChoice,
@@ -60,6 +61,7 @@ def find_fixes(problem: PartitionProblem, more: int, deadline: float) -> Iterato
     else:
         yield f"{format_byte_count(more, up=True)} more memory on each device"
     try:
+        yield from _list_offloads(problem, deadline)
         if DEFAULT_SCHEDULE not in problem.schedules:
             other = msgspec.structs.replace(problem, schedules=(DEFAULT_SCHEDULE,))
             if find_feasible_choice(other, deadline) is not None:
@@ -84,6 +86,17 @@ def find_fixes(problem: PartitionProblem, more: int, deadline: float) -> Iterato
                 yield f"{_count(problem, stages)} with {_microbatches(variant)}"
     except SolverTimeout:
         return
+
+
+def _list_offloads(problem: PartitionProblem, deadline: float) -> Iterator[str]:
+    """Yield the offload that makes a plan fit, and what a device needs then."""
+    for offload in problem.offloads:
+        other = with_offload(problem, offload)
+        choice = find_feasible_choice(other, deadline)
+        if choice is not None:
+            needed = max(s.needed for s in PartitionScorer(other).evaluate(choice).stages)
+            yield f"offload={offload} (then {format_byte_count(needed, up=True)} per device)"
+            return
 
 
 def format_byte_count(size: int, *, up: bool = False) -> str:
@@ -198,6 +211,8 @@ def _scaled(one: Variant, other: Variant | None, size: int, count: int) -> Varia
             for a, b in zip(one.recompute, more.recompute, strict=True)
         ),
         split=_scale_split(one.split, more.split, line),
+        offloaded=line.whole(one.offloaded, more.offloaded),
+        largest=line.whole((one.largest,), (more.largest,))[0],
     )
 
 

@@ -268,6 +268,7 @@ class _LocalPlacement:
             microbatches=self.plan.microbatches,
             schedule=parse_schedule(self.plan) if weight_mode is None else DEFAULT_SCHEDULE,
             recompute=options.pop("recompute", None) or recomputed(self.plan),
+            offload=options.pop("offload", None) or self.plan.offload,
             devices={rank: self.device_of(rank) for rank in self.transport.local},
             mesh_ranks=mesh_ranks,
             **options,

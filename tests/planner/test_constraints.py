@@ -161,6 +161,7 @@ KEPT: list[tuple[str, Any, Callable[[Plan], bool]]] = [
     ("staleness", "1", lambda p: set(p.staleness) == {1}),
     ("transfer_dtype", "bfloat16", lambda p: p.transfer_dtype == "bfloat16"),
     ("precision", "bf16", lambda p: p.precision == "bf16"),
+    ("offload", "both", lambda p: p.offload == "both" and p.prediction.ranks[0].host > 0),
     ("granularity", "op", lambda p: False),  # the model was captured in blocks
     ("placements", "annotated", lambda p: p.constraints["mesh"] != "none"),
     # the model couples no rows: there is nothing to accept, and every plan keeps it

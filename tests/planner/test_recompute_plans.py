@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import UNSET
 from torch import nn
 
 import fxpart
 from fxpart import Cluster, Device, FxpartError, Link, Plan, Program
+from fxpart.cluster.devices import Host
 
 pytestmark = pytest.mark.slow
 
@@ -83,16 +85,17 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def cluster(count: int, memory: int = 10**9) -> Cluster:
+def cluster(count: int, memory: int = 10**9, kind: str = "cpu", host: int = 0) -> Cluster:
     devices = tuple(
         Device(
-            name=f"d{i}", kind="cpu", model="made", host="h", memory=memory,
+            name=f"d{i}", kind=kind, model="made", host="h", memory=memory,
             flops={"float32": 2e11}, bandwidth=2e10,
         )
         for i in range(count)
     )  # fmt: skip
     link = Link(source="*", target="*", latency=2e-6, bandwidth=1e9)
-    return Cluster(name="made", devices=devices, links=(link,))
+    hosts = (Host(name="h", memory=host),) if host else UNSET
+    return Cluster(name="made", devices=devices, links=(link,), hosts=hosts)
 
 
 def planned(memory: int = 10**9, count: int = 2, **constraints: int | float | str | bool) -> Plan:
@@ -165,3 +168,56 @@ def test_more_memory_is_never_slower() -> None:
             assert fault.code == "FXP204" and not times
     assert len(times) > 3
     assert times == sorted(times, reverse=True)
+
+
+def test_offload_is_named_where_memory_is_short() -> None:
+    """The remedy is a constraint; its plan fits, is stored, checked, and trains the same bits."""
+    free = {**FIXED, "recompute": "none"}
+    whole = program().replan(cluster(2, kind="gpu"), constraints=free).plan
+    memory = int(
+        (needs(whole) - min(r.memory.optimizer for r in whole.prediction.ranks) / 2) / 0.92
+    )
+    small = cluster(2, memory, "gpu")
+    with pytest.raises(FxpartError, match=r"FXP204[\s\S]*offload=optimizer"):
+        program().replan(small, constraints=free)
+    plan = program().replan(small, constraints={**free, "offload": "optimizer"}).plan
+    assert Plan.loads(plan.dumps()) == plan.validate() and plan.offload == "optimizer"
+    assert plan.prediction.step_seconds > whole.prediction.step_seconds
+    for rank, before in zip(plan.prediction.ranks, whole.prediction.ranks, strict=True):
+        assert rank.memory.optimizer == 0 and rank.host > before.memory.optimizer > 0
+    with pytest.raises(FxpartError, match=r"FXP204[\s\S]*on h, which has 1000"):
+        few = cluster(2, memory, "gpu", host=1000)
+        program().replan(few, constraints={**free, "offload": "optimizer"})
+
+
+def test_activations_in_flight_are_on_the_host() -> None:
+    free = {**FIXED, "recompute": "none", "schedule": "gpipe"}
+    plain, small = (
+        program().replan(cluster(2, kind="gpu"), constraints={**free, "offload": name}).plan
+        for name in ("none", "activations")
+    )
+    rows = zip(plain.prediction.ranks, small.prediction.ranks, strict=True)
+    for before, after in rows:
+        assert after.memory.activations < before.memory.activations
+        assert after.host > 0 == before.host and after.forward_seconds >= before.forward_seconds
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("offload", ["optimizer", "activations", "both"])
+def test_a_plan_with_offload_trains_the_same_bits(offload: str, recompute: str) -> None:
+    given = {**FIXED, "offload": offload, "recompute": recompute}
+    found = program().replan(cluster(2), constraints=given)
+    made, plain = found.trainer(torch.optim.AdamW), stored().trainer(torch.optim.AdamW)
+    assert made.options.offload == found.plan.offload == offload
+    for seed in range(3):
+        assert torch.equal(made.step(batch(seed)), plain.step(batch(seed)))
+    state = plain.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "given", [{"mode": "async", "offload": "both"}, {"recompute": "selective", "offload": "both"}]
+)
+def test_decisions_that_exclude_offload(given: dict[str, str]) -> None:
+    with pytest.raises(FxpartError, match="FXP109"):
+        planned(**given)

@@ -19,6 +19,9 @@ from fxpart.runtime.executor.recompute import StageRecomputation
 from fxpart.runtime.executor.split_backward import BackwardSplitter
 
 MODES = ("selective", "full")
+OFFLOADED: list[dict[str, Any]] = [
+    {"offload": "both"}, {"offload": "activations", "recompute": "full"}
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -57,24 +60,26 @@ def as_stage(module: nn.Module) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zb-v", "interleaved"])
-@pytest.mark.parametrize("mode", [*MODES, {0: "full", 2: "selective"}], ids=["sel", "full", "mix"])
-def test_trained_bits_are_those_of_one_process(schedule: str, mode: Any) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [*({"recompute": mode} for mode in (*MODES, {0: "full", 2: "selective"})), *OFFLOADED],
+    ids=["sel", "full", "mix", "offload", "both"],
+)
+def test_trained_bits_are_those_of_one_process(schedule: str, options: dict[str, Any]) -> None:
     """Dropout, batch statistics, a skip, a tie, smaller batches, several microbatch counts."""
     shapes = ((8, 5), (2, 7), (8, 5))
     whole = Whole(language(), ADAMW, 0.1)
     ranks = (0, 1, 1, 0) if schedule == "zb-v" else (0, 1, 0, 1)
-    parts = make(
-        language(), InProcess(2), schedule=schedule, ranks=ranks, clip_norm=0.1, recompute=mode
-    )
+    parts = make(language(), InProcess(2), schedule=schedule, ranks=ranks, clip_norm=0.1, **options)
     for seed, shape in enumerate(shapes):
         assert float(parts.step(batch(*shape, seed))) == float(whole.step(batch(*shape, seed), 4))
     assert bits(whole.state()).items() <= bits(parts.state_dict()).items()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_branches(mode: str) -> None:
+@pytest.mark.parametrize("options", [*({"recompute": mode} for mode in MODES), *OFFLOADED])
+def test_branches(options: dict[str, Any]) -> None:
     whole = Whole(branches(), ADAMW, 0.1)
-    parts = make(branches(), InProcess(4), clip_norm=0.1, recompute=mode)
+    parts = make(branches(), InProcess(4), clip_norm=0.1, **options)
     for seed in range(2):
         assert float(parts.step(batch(seed=seed))) == float(whole.step(batch(seed=seed), 4))
     assert bits(whole.state()).items() <= bits(parts.state_dict()).items()

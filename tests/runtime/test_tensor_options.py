@@ -18,6 +18,7 @@ from fxpart.runtime.optimizer.optimizer_state import convert_option
 from fxpart.schedule.weight_modes import MODES
 
 CUT = (2, 2)
+SYNCHRONOUS = ("", "optimizer")  # what is offloaded
 STREAMS = ("stash", "spectrain", "2bw-ef", "xpipe")
 
 
@@ -31,15 +32,15 @@ def trainer(mode: str, transport: Any = None, **given: Any) -> Any:
     optimizer = partial(torch.optim.AdamW, **{"lr": rate(), **given})
     transport = transport or InProcess(len(CUT))
     hand = language(CUT)
-    if not mode:
-        return make(hand, transport, optimizer=optimizer)
+    if mode in SYNCHRONOUS:
+        return make(hand, transport, optimizer=optimizer, offload=mode or "none")
     return Trainer(
         hand.spec(), dict(enumerate(hand.stages)), ranks=range(len(CUT)), transport=transport,
         microbatches=4 if mode == "2bw-ef" else 2, optimizer=optimizer, weights=MODES[mode],
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["", *STREAMS])
+@pytest.mark.parametrize("mode", [*SYNCHRONOUS, *STREAMS])
 def test_state_dicts(mode: str) -> None:
     """As torch's own: a tensor; what is loaded trains on to the bit, whatever rate was there."""
     one = trainer(mode)
@@ -54,7 +55,7 @@ def test_state_dicts(mode: str) -> None:
     other.calls = one.calls
     (again,) = other.optimizer_state_dict()["param_groups"]
     assert torch.equal(again["lr"], rate())
-    if not mode:  # a stream's predictors are of the checkpoint
+    if mode in SYNCHRONOUS:  # a stream's predictors are of the checkpoint
         assert isinstance(other.optimizer.param_groups[0]["lr"], torch.Tensor)
         assert steps(other, range(3, 5)) == steps(one, range(3, 5))
         assert bits(other.state_dict()) == bits(one.state_dict())

@@ -37,16 +37,19 @@ def test_zero_trains_like_one_process(mesh: str, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 2}, {"zero3": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"zero": 1}, {"zero": 2, "offload": "optimizer"}, {"zero3": True, "offload": "both"}],
+)
 def test_gloo_zero_trains_like_one_process(pool: Pool, options: dict[str, Any]) -> None:
     for found in pool.run(train, "dp=2", options, ranks=4):
         for mine, expected in zip(found, one_process(), strict=True):
             assert_close(mine, expected)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-def test_gradients_accumulate_over_batches(zero: int) -> None:
-    made, whole = trainer(InProcess(4), "dp=2", zero=zero), Whole()
+@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 2, "offload": "both"}])
+def test_gradients_accumulate_over_batches(options: dict[str, Any]) -> None:
+    made, whole = trainer(InProcess(4), "dp=2", **options), Whole()
     for seed in range(3):
         made.backward(batch(seed=seed))
         whole.backward(batch(seed=seed))

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -62,6 +63,10 @@ class Host:
     def wait(self) -> None:
         """Wait for the device: copies that did not block are written."""
         self.waits += 1
+        self.write()
+
+    def write(self) -> None:
+        """Write the copies that did not block."""
         with _LOCK:
             late, self._late = self._late, []
         for write in late:
@@ -78,10 +83,11 @@ memory, host, generator = Memory(), Host(), torch.Generator()
 
 
 class Event:
-    """An event of the device's only stream."""
+    """An event of a stream. stream: whose copies it waits for; None: of the computation."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.timed, self.at = enable_timing, 0.0
+        self.stream: Stream | None = None
 
     def record(self) -> None:
         """Note the time."""
@@ -97,10 +103,51 @@ class Event:
         return 1e3 * (other.at - self.at)
 
 
+class Stream:
+    """A stream that copies without blocking. The computation's stream runs ops at once.
+
+    Copies to the device are written when the computation waits for one of their events, and those
+    to pinned memory when the stream reads it, or when the host waits.
+    """
+
+    def __init__(self, device: object = None, *, own: bool = True) -> None:
+        self.own, self.arriving = own, list[Callable[[], object]]()
+
+    def wait_stream(self, other: Stream) -> None:
+        """Do nothing: what the computation has enqueued has run."""
+        assert self.own and not other.own
+
+    def record_event(self) -> Event:
+        """Return an event after the copies so far."""
+        event = Event()
+        event.stream = self
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """Let the computation read what the stream has copied."""
+        assert not self.own and event.stream is not None
+        with _LOCK:
+            arriving, event.stream.arriving = event.stream.arriving, []
+        for write in arriving:
+            write()
+
+
 class Module(ModuleType):
     """The device's module, ``torch.standin``: what is used of ``torch.cuda``."""
 
-    Event = Event
+    Event, Stream = Event, Stream
+
+    def current_stream(self, device: object = None) -> Stream:
+        return _computing
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        _here.stream = stream
+        try:
+            yield
+        finally:
+            _here.stream = _computing
+
     default_generators = (generator,)
 
     def is_available(self) -> bool:
@@ -183,6 +230,7 @@ def read(tensor: torch.Tensor) -> torch.Tensor:
     return found.set_(behind, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+_computing, _here = Stream(own=False), threading.local()
 _library = torch.library.Library("aten", "IMPL")
 _fallbacks = torch.library.Library("_", "IMPL")
 _deepcopy = torch.UntypedStorage.__deepcopy__
@@ -314,7 +362,11 @@ def _draw(op: Any, args: Any, kwargs: Any) -> Any:
 def _copy(to: torch.Tensor, source: torch.Tensor, late: bool = False) -> torch.Tensor:
     """Copy to, from or on the device."""
     given = read(source) if _is_here(source) else source
-    if _is_here(to):
+    pinned = not _is_here(source) and getattr(source.untyped_storage(), "pinned", False)
+    stream = getattr(_here, "stream", _computing)
+    if _is_here(to) and late and pinned and stream.own:
+        stream.arriving.append(lambda: _bring(to, source))
+    elif _is_here(to):
         read(to).copy_(given)
     elif late and getattr(to.untyped_storage(), "pinned", False):
         taken = given.clone()
@@ -324,6 +376,12 @@ def _copy(to: torch.Tensor, source: torch.Tensor, late: bool = False) -> torch.T
         host.wait()
         to.copy_(given)
     return to
+
+
+def _bring(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy from pinned memory after the copies to it, for which the host does not wait."""
+    host.write()
+    read(to).copy_(source)
 
 
 def _read(tensor: torch.Tensor) -> Any:

@@ -7,6 +7,7 @@ exists once per process and changes torch for all of it, hence a process of its 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import sys
 import tempfile
@@ -177,18 +178,40 @@ def asynchronous(mode: str) -> Callable[[], dict[str, Any]]:
     return lambda: both(work)
 
 
-def checkpointed() -> dict[str, Any]:
+def offloaded() -> dict[str, Any]:
+    """Memory of the device: no optimizer state, and few activations of microbatches in flight."""
+    found = []
+    for offload in ("none", "both"):
+        program = compiled("gpu", {**STAGES, "schedule": "gpipe"})
+        gc.collect()
+        begin = stand_in.memory.now
+        trainer = program.trainer(ADAM, offload=offload)
+        trainer.step(batches()[0])
+        trainer.zero_grad()
+        resident, stand_in.memory.peak = stand_in.memory.now, 0
+        trainer.step(batches()[1])
+        found.append((resident - begin, stand_in.memory.peak - resident))
+        states = [s for each in trainer.optimizers.values() for s in each.state.values()]
+        places = {t.device.type for s in states for t in s.values()}
+        assert places == {"cpu" if offload == "both" else stand_in.NAME}, places
+        size = sum(t.nbytes for t in trainer.state_dict().values())
+    (plain, before), (small, after) = found
+    sys.stderr.write(f"bytes resident, and of a step: {found}; weights {size}\n")
+    return {"found": [plain - small >= 2 * size, after < 0.7 * before], "wanted": [True, True]}
+
+
+def checkpointed(**options: Any) -> dict[str, Any]:
     """Continue from a checkpoint that was written while training went on; also on the CPU."""
     folder = Path(tempfile.mkdtemp())
     programs = {kind: compiled(kind) for kind in ("gpu", "cpu")}
-    first = programs["gpu"].trainer(ADAM)
+    first = programs["gpu"].trainer(ADAM, **options)
     first.fit(batches()[:2], checkpoints=folder, progress=False)
     generated = torch.randn(3, device=stand_in.NAME).tolist()
     saved = state_of(first)
     rest = [[float(first.step(b)) for b in batches()], state_of(first)]
     found = []
     for kind in ("gpu", "cpu"):
-        other = programs[kind].trainer(ADAM)
+        other = programs[kind].trainer(ADAM, **options)
         other.load_checkpoint(folder)
         check_place(other, kind)
         again = torch.randn(3, device=stand_in.NAME).tolist()
@@ -342,6 +365,15 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "zb-h1": training({**STAGES, "schedule": "zb-h1"}),
     "recompute": training(options={"recompute": "full"}),
     "recompute selectively": training(options={"recompute": "selective"}),
+    "offload": training(optimizer=ADAM, options={"offload": "both"}),
+    "offload recomputed": training(options={"offload": "both", "recompute": "full"}),
+    "offload split": training({**STAGES, "schedule": "zb-h1"}, options={"offload": "activations"}),
+    "offload zero 1": training({"mesh": "dp=2", "zero": 1}, options={"offload": "both"}),
+    "offload zero 3": training(
+        {"mesh": "dp=2", "zero": 3}, options={"offload": "both", "clip_norm": 0.1}, clip_norm=0.1
+    ),
+    "offloaded memory": offloaded,
+    "offload checkpoint": functools.partial(checkpointed, offload="both"),
     "dp": training({"mesh": "dp=2"}, options={"clip_norm": 0.1}, clip_norm=0.1),
     "zero 1": training({"mesh": "dp=2", "zero": 1}),
     "zero 3": training({"mesh": "dp=2", "zero": 3}, options={"clip_norm": 0.1}, clip_norm=0.1),
@@ -367,10 +399,13 @@ def main(names: list[str]) -> None:
     """Run the programs and print their rows."""
     import fxpart.runtime.batch.device_copy as device_copy
     import fxpart.runtime.checkpointing.snapshot as snapshot
+    import fxpart.runtime.executor.activation_offload as activation_offload
+    import fxpart.runtime.optimizer.host_parameters as host_parameters
 
     torch.set_num_threads(1)
     stand_in.register()
-    device_copy.allocate_pinned = snapshot.allocate_pinned = stand_in.pin  # type: ignore[attr-defined]
+    for module in (device_copy, snapshot, activation_offload, host_parameters):
+        module.allocate_pinned = stand_in.pin  # type: ignore[attr-defined]
     for name in names or PROGRAMS:
         begin = time.perf_counter()
         try:

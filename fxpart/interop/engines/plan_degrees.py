@@ -158,6 +158,8 @@ def _find_lost(plan: Plan, stages: Sequence[Stage], kept: _Degrees, rows: int) -
         found.append("Transfers that skip a stage.")
     if plan.transfer_dtype:
         found.append(f"Transfers in {plan.transfer_dtype}: they have the dtype of the activations.")
+    if plan.offload != "none":
+        found.append(f"Offload {plan.offload!r}: everything is in the devices' memory.")
     if rows != plan.batch_size:
         found.append(f"Microbatches of different sizes: the batch is {rows} and not "
                      f"{plan.batch_size} rows.")  # fmt: skip

@@ -136,6 +136,7 @@ def find_replicated_plan(front: PreparedModel, microbatches: int | None) -> Foun
         min_stages=request.stages[0] if fixed_stages(request.constraints) is not None else 1,
         max_stages=request.stages[1],
         transfer_dtype=request.transfer_dtype,
+        offload=request.offload,
     )
     base = apply_constraints(problem, request, None)
     given, places = make_replicated_problem(

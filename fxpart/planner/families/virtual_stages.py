@@ -110,6 +110,7 @@ class VirtualStageChoice:
             memory=self._memory([row.memory for row in rows], peak + workspace),
             in_flight=max(1, -(-sum(cost.in_flight for cost in costs) // len(costs))),
             workspace=workspace,
+            host=sum(row.host for row in rows),
             pieces=tuple((row.forward_seconds, row.backward_seconds) for row in rows),
         )
 

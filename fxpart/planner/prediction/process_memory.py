@@ -5,6 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from fxpart.costs import CostModel
+from fxpart.errors import error
+from fxpart.plan.check_prediction import host_memory
 from fxpart.plan.model import Plan
 from fxpart.plan.prediction import RankPrediction
 from fxpart.pricing.device_limits import VARIES
@@ -18,6 +20,16 @@ def with_process(plan: Plan, model: CostModel) -> Plan:
     """
     rows = tuple(_with_measured_process(plan, row, model) for row in plan.prediction.ranks)
     return replace(plan, prediction=replace(plan.prediction, ranks=rows))
+
+
+def check_host_memory(plan: Plan) -> Plan:
+    """Return the plan; raises FXP204 where a host has too little memory for what it offloads."""
+    for _, why in host_memory(plan):
+        raise error(
+            "FXP204", where="host memory", why=why,
+            fix="use more hosts or zero=1, or state the `memory` of the hosts in the cluster file",
+        )  # fmt: skip
+    return plan
 
 
 def _with_measured_process(plan: Plan, row: RankPrediction, model: CostModel) -> RankPrediction:

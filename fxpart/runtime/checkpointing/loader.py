@@ -168,6 +168,7 @@ class _CheckpointLoader:
         return target
 
     def _restore_model(self) -> None:
+        self._trainer._note_written()
         for name, entry in self._trainer._state.entries.items():
             key = key_of(name, entry)
             saved = self._manifest.tensors.get(key)

@@ -53,7 +53,9 @@ def map_optimizer_tensors(trainer: TrainerBase) -> dict[int, OptimizerTensor]:
                 name, pieces.shape, regions[mesh_rank], state.rank(stage, mesh_rank),
                 writes, writes and mesh_rank == pieces.sources[0],
             )  # fmt: skip
-            found.setdefault(id(shards.of(entry.copies[stage, mesh_rank])), description)
+            copy = entry.copies[stage, mesh_rank]
+            for tensor in (shards.of(copy), shards.updated(copy)):
+                found.setdefault(id(tensor), description)
     return found
 
 

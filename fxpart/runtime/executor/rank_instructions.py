@@ -58,13 +58,14 @@ class RankInstructions(Executor):
         hooks: BackwardHooks | None = None,
         threads: bool = False,
         recompute: Mapping[int, Mode] | None = None,
+        offload: bool = False,
         events: FlightRecorder | None = None,
     ) -> None:
         """modules: the rank's stage modules by stage index.
 
         on_failure, threads: see :class:`~fxpart.runtime.executor.executor.Executor`. hooks: hooks
-        around backwards. recompute: stages that do not store their activations. events: the
-        recorder of actions; None: a private one.
+        around backwards. recompute: stages that do not store their activations. offload: whether
+        activations wait in host memory. events: the recorder of actions; None: a private one.
         """
         super().__init__(
             rank, schedule.stage_rank, FlightRecorder(rank, 64) if events is None else events,
@@ -79,7 +80,13 @@ class RankInstructions(Executor):
         found, again = self._routes.found, (recompute or {}) if train else {}
         self._signatures = {
             index: StageSignature.of(
-                spec, spec.stages[index], module, found, keep_outputs, again.get(index, "none")
+                spec,
+                spec.stages[index],
+                module,
+                found,
+                keep_outputs,
+                again.get(index, "none"),
+                offload and train,
             )
             for index, module in modules.items()
         }
@@ -175,7 +182,7 @@ class RankInstructions(Executor):
         return replace(instruction, do=do)
 
     def _find_unread_outputs(self, actions: Sequence[Action]) -> dict[int, list[tuple[int, int]]]:
-        """Return by position the pairs whose outputs are not read later, for recomputed stages."""
+        """Return by position the pairs whose outputs are dropped, as no later action reads them."""
         last: dict[tuple[int, int], int] = {}
         for index, action in enumerate(actions):
             if action.kind is ActionKind.F:
@@ -184,7 +191,7 @@ class RankInstructions(Executor):
                 last[action.stage, action.microbatch] = index
         found: dict[int, list[tuple[int, int]]] = {}
         for cell, index in last.items():
-            if self._signatures[cell[0]].keeping.recompute is not None:
+            if self._signatures[cell[0]].keeping.drops_outputs:
                 found.setdefault(index, []).append(cell)
         return found
 

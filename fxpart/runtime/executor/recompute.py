@@ -20,12 +20,12 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import nn
 
-from fxpart.compat import get_write_count
+from fxpart.compat import get_write_count, saved_hooks
 from fxpart.errors import error
 from fxpart.runtime.executor.selective_recompute import SelectiveRecomputePolicy
 
@@ -49,8 +49,9 @@ class StageRecomputation:
     """Calls the pieces of one stage, and recomputes what they did not store.
 
     weights: restores the weights that a forward read, if its backward reads others; None: they are
-    the same. unpacked: while it is a list, the handles that the backward has read since it was
-    cleared; see :class:`fxpart.runtime.executor.split_backward.BackwardSplitter`. times: number of
+    the same. offloads: whether hooks around the stage store inputs of its pieces. unpacked: while
+    it is a list, the handles that the backward has read since it was cleared; see
+    :class:`fxpart.runtime.executor.split_backward.BackwardSplitter`. times: number of
     recomputations.
     """
 
@@ -59,6 +60,7 @@ class StageRecomputation:
         self.mode = mode
         self.module = module
         self.weights: ForwardWeights | None = None
+        self.offloads = False
         self.unpacked: list[SavedTensorHandle] | None = None
         self.times = 0
         self._pieces: dict[str, _RecomputedFunction] = {}
@@ -164,6 +166,10 @@ class _RecomputedCall:
         self.piece = piece
         self.buffers = buffers
         self.saved: list[torch.Tensor] = []  # Of a first call, until it ends.
+        # Hooks around the stage, which store the inputs of its pieces on the host.
+        hooks = saved_hooks() if piece.stage.offloads and piece.written is not None else None
+        store = None if hooks is None else hooks[0]
+        self._bring = _return_same if hooks is None else hooks[1]
         self._key = key
         self._inputs: list[Any] = []
         self._versions: list[int] = []
@@ -173,7 +179,10 @@ class _RecomputedCall:
                 kept, version = value.detach(), get_write_count(value)
                 if place in copied:
                     kept, version = kept.clone(), 0
-                kept.requires_grad_(value.requires_grad)
+                elif store is not None:
+                    kept, version = _StoredInput(store(kept), value.requires_grad), -1
+                if isinstance(kept, torch.Tensor):
+                    kept.requires_grad_(value.requires_grad)
             self._inputs.append(kept)
             self._versions.append(version)
         self._copied = tuple(copied)
@@ -247,6 +256,8 @@ class _RecomputedCall:
         for place, (value, version) in enumerate(zip(self._inputs, self._versions, strict=True)):
             if place in self._copied and isinstance(value, torch.Tensor):
                 yield value.clone()  # The piece writes it.
+            elif isinstance(value, _StoredInput):
+                yield self._bring(value.packed).requires_grad_(value.requires_grad)
             elif version >= 0 and get_write_count(value) != version:
                 raise error(
                     "FXP109",
@@ -301,6 +312,17 @@ def _count_bytes(values: Iterable[torch.Tensor], storages: set[int]) -> int:
 
 class _StopRecomputationError(Exception):
     """Raised when all saved tensors are recomputed, so the remaining ops need not run."""
+
+
+class _StoredInput(NamedTuple):
+    """An input of a piece that other hooks have packed."""
+
+    packed: Any
+    requires_grad: bool
+
+
+def _return_same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _forbid_unpack(packed: object) -> NoReturn:

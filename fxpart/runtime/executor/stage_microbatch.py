@@ -116,6 +116,8 @@ class StageMicrobatch:
                 self.gradients[position] = torch.zeros_like(leaf)
             elif position not in self.gradients:  # It was set, not accumulated.
                 self.gradients[position] = leaf.grad
+        if self.table.keeping.offload is not None:
+            self.table.keeping.offload.release()
         kept = tuple(tensor.detach() for tensor in self.outputs) if self.outlives_backward else ()
         self.inputs, self.outputs, self.relayed, self._edges = [], kept, {}, None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,22 +14,31 @@ from fxpart.collectives.gather_prefetch import BackwardGathers, BackwardScatters
 from fxpart.collectives.parameter_regather import ParameterRegather
 from fxpart.program.edges import ValueEdge
 from fxpart.program.spec import ProgramSpec, StageSpec, has_backward
+from fxpart.runtime.executor.activation_offload import ActivationOffload
 from fxpart.runtime.executor.recompute import Mode, StageRecomputation
 
 
 class SavedTensorPolicy:
     """Selects what autograd saves of a stage's forward: not the parameters gathered for it.
 
-    recompute: calls the stage if its activations are not stored either.
+    recompute: calls the stage if its activations are not stored either. offload: copies what is
+    saved to the host; None: it stays on the device.
     """
 
     def __init__(
-        self, spec: ProgramSpec, stage: StageSpec, module: nn.Module, recompute: Mode = "none"
+        self,
+        spec: ProgramSpec,
+        stage: StageSpec,
+        module: nn.Module,
+        recompute: Mode = "none",
+        offload: bool = False,
     ) -> None:
         """Prepare hooks; only a stage with a sharded parameter can gather one."""
+        self.offload = ActivationOffload(module) if offload else None
         self.recompute: StageRecomputation | None = None
         if recompute != "none":
             self.recompute = StageRecomputation(module, recompute)
+            self.recompute.offloads = offload
             self._in_blocks = hasattr(module, "call")  # Its code marks the start of blocks.
         sharding = {} if spec.sharding is None else spec.sharding.state
         cut = any("S(" in sharding[s.name].placements for s in stage.state if s.name in sharding)
@@ -41,6 +50,13 @@ class SavedTensorPolicy:
         self, module: nn.Module, key: int, inputs: list[Any], *, train: bool
     ) -> tuple[torch.Tensor, ...]:
         """Return the stage's outputs."""
+        hooks = self.offload.hooks(inputs) if self.offload is not None and train else nullcontext()
+        with hooks:
+            return self._call(module, key, inputs, train=train)
+
+    def _call(
+        self, module: nn.Module, key: int, inputs: list[Any], *, train: bool
+    ) -> tuple[torch.Tensor, ...]:
         found: tuple[torch.Tensor, ...]
         if self.recompute is not None and train:
             if not self._in_blocks:
@@ -69,6 +85,11 @@ class SavedTensorPolicy:
             mesh.ahead = None
         forward.close()
         return found
+
+    @property
+    def drops_outputs(self) -> bool:
+        """Whether results that no stage of the rank reads are dropped before the backward."""
+        return self.recompute is not None or self.offload is not None
 
     @contextmanager
     def reduce_meanwhile(self, module: nn.Module) -> Iterator[None]:
@@ -125,6 +146,7 @@ class StageSignature:
         found: Sequence[ValueEdge],
         keep_outputs: bool,
         recompute: Mode = "none",
+        offload: bool = False,
     ) -> StageSignature:
         """Build the signature of one stage; ``found``: all links of the program."""
         names = [output.name for output in stage.outputs]
@@ -152,5 +174,5 @@ class StageSignature:
             tuple((name, names.index(name)) for name in kept if name in names),
             has_backward(spec, stage),
             {link.name: link.input for link in into},
-            SavedTensorPolicy(spec, stage, module, recompute),
+            SavedTensorPolicy(spec, stage, module, recompute, offload),
         )

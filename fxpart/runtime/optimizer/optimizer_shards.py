@@ -9,7 +9,7 @@ the parameters themselves, so groups that depend on shapes are correct.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -32,6 +32,7 @@ from fxpart.runtime.gradients.reduce_scatter import (
 from fxpart.runtime.gradients.reducer import ReductionQueue, StageGradientReducer
 from fxpart.runtime.mesh.communicators import MeshCommunicators
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
+from fxpart.runtime.optimizer.host_parameters import HostParameters, move_to_host
 from fxpart.runtime.state.model_state import ModelState, StateEntry, shard_along_axis
 from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.sharding.mesh import parse_axes
@@ -40,8 +41,11 @@ from fxpart.sharding.mesh import parse_axes
 class OptimizerShards:
     """The optimizer's tensors of this process, and the gradient reductions into them.
 
-    Methods with a mesh rank are called by all mesh ranks at once.
+    Methods with a mesh rank are called by all mesh ranks at once. host: the copies that the
+    optimizers update in host memory instead; None without offloading.
     """
+
+    host: HostParameters | None = None
 
     def __init__(
         self, state: ModelState, meshes: MeshCommunicators | None, *, shared_rows: bool = True
@@ -89,8 +93,13 @@ class OptimizerShards:
         return shard_along_axis(self._state.entries[name].pieces, self.axis(name))
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the optimizer's tensor for a parameter."""
+        """Return the optimizer's tensor for a parameter, on the rank's device."""
         return self._shards.get(id(parameter), parameter)
+
+    def updated(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that an optimizer has for a parameter, and has state for."""
+        found = self.of(parameter)
+        return found if self.host is None else self.host.of(found)
 
     def cut(self) -> list[str]:
         """Return parameters of which an optimizer of this process owns only a part."""
@@ -121,6 +130,22 @@ class OptimizerShards:
                 for key, value in optimizer.state.pop(parameter).items()
             }
         return shard
+
+    def move_to_host(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
+        """Let installed optimizers update copies of their tensors in host memory."""
+        groups = [group for each in optimizers for group in each.param_groups]
+        owned = {id(p) for group in groups for p in group["params"]}
+        pairs = [(p, self.of(p)) for _, p in self._state.parameters()]
+        self.host = HostParameters([pair for pair in pairs if id(pair[1]) in owned])
+        for optimizer in optimizers:
+            self.host.move(optimizer)
+            for group in optimizer.param_groups:
+                moved = [(p, self.host.of(p)) for p in group["params"]]
+                group["params"] = [host for _, host in moved]
+                for p, host in moved:
+                    if p in optimizer.state:
+                        found = optimizer.state.pop(p)
+                        optimizer.state[host] = {k: move_to_host(v) for k, v in found.items()}
 
     # -- gradients ------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ def plan_state_load(
             Problem("FXP110", name, "the optimizer state does not have it", fix) for name in missing
         )
     owners = {
-        id(shards.of(tensor)): (name, mesh_rank)
+        id(shards.updated(tensor)): (name, mesh_rank)
         for name, entry in state.entries.items()
         if entry.trainable
         for (_, mesh_rank), tensor in entry.copies.items()
@@ -166,7 +166,7 @@ def _describe_local(
 ) -> tuple[_LocalOptimizerState, list[torch.Tensor]]:
     """Return the state of the parameters that this process owns, each element once."""
     owned = {
-        id(shards.of(tensor)): (name, mesh_rank)
+        id(shards.updated(tensor)): (name, mesh_rank)
         for name, entry in state.entries.items()
         if entry.trainable
         for mesh_rank, tensor in entry.owned().items()

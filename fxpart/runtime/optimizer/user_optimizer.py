@@ -119,7 +119,7 @@ class UserOptimizer:
                 ) -> Any:
                     return pieces.part(value, mesh_rank)
 
-                places[id(shards.of(tensor))] = name, part
+                places[id(shards.updated(tensor))] = name, part
         for optimizer in optimizers:
             self._copy_state(optimizer, lambda p: places.get(id(p)))
 

@@ -27,7 +27,7 @@ _PROGRESS = frozenset(
 # Options of trainers that concern speed, or are compared elsewhere.
 _FREE = frozenset(
     ("seed", "schedule", "recompute", "compile_stages", "pin", "gather_ahead", "cuda_graphs",
-     "log_grad_norm")
+     "offload", "log_grad_norm")
 )  # fmt: skip
 Options = dict[str, Any]
 

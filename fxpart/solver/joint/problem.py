@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from fxpart.plan.offload import Offload
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.weight_modes import STASH
 from fxpart.solver.problem import Recompute
@@ -97,7 +98,7 @@ class MicrobatchCost(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fie
     pool, layout: indices. forward, backward: seconds, including recomputation and the collectives
     of tensor and expert parallelism. collective: the collectives' share, forward and backward
     together. activation: bytes stored per microbatch in flight; workspace: bytes live only while
-    the block runs.
+    the block runs; largest: bytes of the largest tensor that autograd saves.
     """
 
     pool: int
@@ -109,6 +110,7 @@ class MicrobatchCost(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fie
     collective: tuple[float, ...]
     activation: tuple[int, ...]
     workspace: tuple[int, ...]
+    largest: int = 0
 
 
 class ParallelOption(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,8 +197,9 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     batch). no_cut_after: no stage may end after these blocks; cut_after: a stage must end after
     these. pins: constraints. virtual: stages per rank that "interleaved" may use. uniform: every
     stage has the same data, tensor and expert degree, ZeRO level and shard degree. weights: the
-    weight mode of "async". worst: all devices and links were priced as the slowest of them. Bubble
-    and memory of the schedules: :mod:`fxpart.solver.schedule_costs`.
+    weight mode of "async". worst: all devices and links were priced as the slowest of them.
+    offloads: that remedies may name. Bubble and memory of the schedules:
+    :mod:`fxpart.solver.schedule_costs`.
     """
 
     format: Literal["fxpart-joint-problem"] = "fxpart-joint-problem"
@@ -221,6 +224,7 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     pins: tuple[StagePin, ...] = ()
     uniform: bool = False
     worst: bool = False
+    offloads: tuple[Offload, ...] = ()
 
 
 class JointChoice(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 
@@ -11,6 +12,7 @@ from fxpart.solver.joint.constraint_conflicts import Change, RelaxableConstraint
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.problem import JointChoice, JointProblem, count_microbatch_rows
 from fxpart.solver.joint.what_if import with_devices, with_microbatches
+from fxpart.solver.offload import with_offload
 from fxpart.solver.remedies import format_byte_count
 from fxpart.solver.suffix_dp import SolverTimeout
 
@@ -40,6 +42,10 @@ def remedies(
             deadline, (), _with_default_schedule
         ):
             yield f"the schedule {DEFAULT_SCHEDULE}"
+        for offload in limits.base.offloads:
+            if limits.fit(deadline, (), partial(with_offload, offload=offload)):
+                yield f"offload={offload}"
+                break
         alone = False
         if (counted := more_microbatches(limits, deadline)) is not None:
             alone = True
