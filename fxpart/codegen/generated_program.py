@@ -24,7 +24,7 @@ from fxpart.plan.model import (
 )
 from fxpart.plan.schedule import plan_schedule, recomputed
 from fxpart.program.edges import find_stage_edges
-from fxpart.program.replicas import get_original_stage, get_replica_rounds, replicate_stages
+from fxpart.program.replicas import get_replica_rounds, replicate_program
 from fxpart.program.spec import ProgramSpec
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
@@ -111,15 +111,18 @@ def replicate_program_stages(
 
     See :func:`fxpart.program.replicas.replicate_stages`.
     """
-    spec = (
-        replicate_stages(parts.spec, rounds)
-        if len(rounds) == len(parts.spec.stages)
-        else parts.spec
-    )
+    if len(rounds) != len(parts.spec.stages):
+        return parts
+    spec, sources = replicate_program(parts.spec, parts.sources, rounds)
     if spec is parts.spec:
         return parts
-    sources = [parts.sources[get_original_stage(spec, stage)] for stage in range(len(spec.stages))]
-    return replace(parts, spec=spec, sources=tuple(sources))
+    programs = parts.mesh_rank_programs
+    return replace(
+        parts,
+        spec=spec,
+        sources=sources,
+        mesh_rank_programs=None if programs is None else programs.with_replicas(rounds),
+    )
 
 
 def generate_program(

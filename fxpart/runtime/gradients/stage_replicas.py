@@ -1,13 +1,14 @@
 """Gradient reduction over the replicas of a stage (:mod:`fxpart.program.replicas`).
 
 The gradients of all replicas are summed at the end of a step, in the order of the replicas, so
-that all of them take the same optimizer step.
+that all of them take the same optimizer step. Where a replica is a mesh of ranks, it first reduces
+its gradients over its own mesh; then equal mesh ranks of the replicas add their shards.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,9 @@ from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.state.model_state import ModelState, StateEntry
 from fxpart.runtime.transport.interface import STATE
 
+Groups = dict[tuple[int, tuple[int, ...]], list[StateEntry]]  # by owner and stages
+TensorSelector = Callable[[torch.Tensor], torch.Tensor]
+
 # Buckets in flight per stage while the next is packed; each holds a copy of its gradients.
 _UNDER_WAY = 1
 
@@ -26,31 +30,25 @@ _UNDER_WAY = 1
 def reduce_replica_gradients(state: ModelState, shards: OptimizerShards) -> None:
     """Sum the gradients of replicas (and of parameters tied to replicated stages) at the owners.
 
-    Each stage sends its common parameters' gradients to the owner in buckets of 25 MiB (or of one
-    parameter). The owner adds them in the order of the stages. Does nothing in a program without
-    replicas. :func:`fxpart.runtime.gradients.communication.send_tied_gradients` sends the totals
-    back.
+    Gradients have been reduced over each stage's mesh. Each stage sends its common parameters'
+    gradients to the owner in buckets of 25 MiB (or of one parameter). The owner adds them in the
+    order of the stages. Does nothing in a program without replicas.
+    :func:`fxpart.runtime.gradients.communication.send_tied_gradients` sends the totals back.
     """
-    spec = state.mesh_ranks[0].spec
-    if not spec.replicas:
-        return
-    for (owner, stages), entries in _group_by_owner(state, shards).items():
-        _sum_group(state, shards, owner, stages, entries)
+    _sum_all(state, _group_by_owner(state, shards), shards.of)
 
 
 @contextmanager
 def reduce_gradients_temporarily(state: ModelState, shards: OptimizerShards) -> Iterator[None]:
     """Reduce as :func:`reduce_replica_gradients` does, and undo it at the end.
 
-    Used while gradient accumulation continues.
+    Used while gradient accumulation continues, before gradients are reduced over meshes.
     """
-    spec = state.mesh_ranks[0].spec
-    entries = [
-        e for group in _group_by_owner(state, shards).values() for e in group if spec.replicas
-    ]
-    mine = [shards.of(copy) for entry in entries for copy in entry.copies.values()]
+    groups, tensor = _group_by_owner(state, shards), shards.accumulating
+    entries = [entry for group in groups.values() for entry in group]
+    mine = [tensor(copy) for entry in entries for copy in entry.copies.values()]
     before = [None if p.grad is None else p.grad.clone() for p in mine]
-    reduce_replica_gradients(state, shards)
+    _sum_all(state, groups, tensor)
     try:
         yield
     finally:
@@ -58,34 +56,43 @@ def reduce_gradients_temporarily(state: ModelState, shards: OptimizerShards) -> 
             parameter.grad = gradient
 
 
-def _group_by_owner(
-    state: ModelState, shards: OptimizerShards
-) -> dict[tuple[int, tuple[int, ...]], list[StateEntry]]:
-    """Return parameters by owner and stages, in the model's order, equal on every rank."""
-    found: dict[tuple[int, tuple[int, ...]], list[StateEntry]] = {}
-    for name, entry in state.entries.items():
+def _group_by_owner(state: ModelState, shards: OptimizerShards) -> Groups:
+    """Return parameters by owner and stages, in the model's order, equal on every rank.
+
+    Empty in a program without replicas.
+    """
+    found: Groups = {}
+    for name, entry in state.entries.items() if state.mesh_ranks[0].spec.replicas else ():
         if entry.trainable and len(entry.stages) > 1 and name not in shards.rows:
             found.setdefault((entry.spec.owner, entry.stages), []).append(entry)
     return found
 
 
+def _sum_all(state: ModelState, groups: Groups, tensor: TensorSelector) -> None:
+    for (owner, _), entries in groups.items():
+        for mesh_rank in state.mesh_ranks:
+            _sum_group(state, tensor, owner, mesh_rank.index, entries)
+
+
 def _sum_group(
-    state: ModelState,
-    shards: OptimizerShards,
-    owner: int,
-    stages: tuple[int, ...],
-    entries: list[StateEntry],
+    state: ModelState, tensor: TensorSelector, owner: int, mesh_rank: int, entries: list[StateEntry]
 ) -> None:
     """Sum in buckets, so that few gradients of a rank exist twice."""
-    transport, home = state.transport, state.rank(owner, 0)
-    own = _get_stage_parameters(shards, entries, owner)
+    transport, home = state.transport, state.rank(owner, mesh_rank)
+
+    def of_stage(stage: int) -> list[torch.Tensor]:
+        """Return the stage's parameters, if this mesh rank of the stage is in this process."""
+        found = [entry.copies.get((stage, mesh_rank)) for entry in entries]
+        return [tensor(parameter) for parameter in found if parameter is not None]
+
+    own = of_stage(owner)
     others, sending, seen = [], [], {id(parameter) for parameter in own}
-    for stage in sorted(stages):
-        if stage == owner or (own and _is_same_tensor(state, entries[0], owner, stage)):
+    for stage in sorted(entries[0].stages):
+        if stage == owner or (own and _is_same_tensor(entries[0], owner, stage, mesh_rank)):
             continue
-        rank = state.rank(stage, 0)
+        rank = state.rank(stage, mesh_rank)
         others.append(rank)
-        mine = _get_stage_parameters(shards, entries, stage) if rank in transport.local else []
+        mine = of_stage(stage) if rank in transport.local else []
         if mine and id(mine[0]) not in seen:  # Otherwise they are the owner's tensors.
             sending.append((rank, mine))
     known = own or (sending[0][1] if sending else [])
@@ -106,16 +113,9 @@ def _sum_group(
         transport.wait(handle)
 
 
-def _get_stage_parameters(
-    shards: OptimizerShards, entries: list[StateEntry], stage: int
-) -> list[torch.Tensor]:
-    """Return the stage's parameters, if the stage is in this process."""
-    return [shards.of(e.copies[stage, 0]) for e in entries if (stage, 0) in e.copies]
-
-
-def _is_same_tensor(state: ModelState, entry: StateEntry, owner: int, stage: int) -> bool:
+def _is_same_tensor(entry: StateEntry, owner: int, stage: int, mesh_rank: int) -> bool:
     """Return whether two stages of one rank use the same tensor."""
-    mine, theirs = entry.copies.get((owner, 0)), entry.copies.get((stage, 0))
+    mine, theirs = entry.copies.get((owner, mesh_rank)), entry.copies.get((stage, mesh_rank))
     return mine is not None and mine is theirs
 
 
