@@ -148,7 +148,9 @@ class PipelineEngine:
             self._recorder.record_batch_read()
         with self._local.watch(executors, "the end of a step"):
             self._local.run(executors, begin)
-            return self._exchange_results([each for mine in made for each in mine], made[0], cuts[0])
+            return self._exchange_results(
+                [each for mine in made for each in mine], made[0], cuts[0]
+            )
 
     def _get(self, microbatches: int, train: bool, keep_outputs: bool) -> list[list[StepExecutor]]:
         """Return per mesh rank its executors, one for each local rank."""
