@@ -106,17 +106,18 @@ class _ReplicaGroup:
 
     def add_at_owner(self) -> None:
         """Add the gradients of all stages in their order."""
-        there = [parameter.grad is not None for parameter in self._own]
+        there = [float(parameter.grad is not None) for parameter in self._own]
         sends: deque[Any] = deque()
         for number in range(len(self._buckets)):
             for rank, mine in self._local.items():
-                sends.append(self._send(rank, self._home, mine, number))
+                line = self._pack(mine, number)
+                sends.append(self._transport.send(rank, self._home, STATE, line))
             for rank in self._others:
                 parts, flags = self._receive(rank, self._home, self._own, number)
                 for parameter, part in parts:
                     total = part.clone() if parameter.grad is None else parameter.grad.add_(part)
                     parameter.grad = total
-                there = [a or b for a, b in zip(there, flags, strict=True)] if flags else there
+                there = list(map(max, there, flags)) if flags else there
             self._wait(sends, _UNDER_WAY * len(self._local))
         _remove_absent(self._own, there)
         self._wait(sends, 0)
@@ -125,8 +126,12 @@ class _ReplicaGroup:
         """Send the owner's gradients to all other stages."""
         sends: deque[Any] = deque()
         for number in range(len(self._buckets)):
+            line = self._pack(self._own, number) if self._others else None
             for rank in self._others:
-                sends.append(self._send(self._home, rank, self._own, number))
+                assert line is not None, "the owner is here"
+                # Within a process a message is the tensor itself; stages must not share memory.
+                message = line.clone() if rank in self._transport.local else line
+                sends.append(self._transport.send(self._home, rank, STATE, message))
             for rank, mine in self._local.items():
                 parts, flags = self._receive(self._home, rank, mine, number)
                 for parameter, part in parts:
@@ -140,17 +145,13 @@ class _ReplicaGroup:
         while len(sends) > most:
             self._transport.wait(sends.popleft())
 
-    def _send(self, source: int, target: int, parameters: list[torch.Tensor], number: int) -> Any:
-        """Send a bucket of gradients."""
+    def _pack(self, parameters: list[torch.Tensor], number: int) -> torch.Tensor:
+        """Return a bucket of gradients as one message."""
         lines = [_gradient(parameters[index]).reshape(-1) for index in self._buckets[number]]
         if number + 1 == len(self._buckets):
             flags = torch.tensor([float(p.grad is not None) for p in parameters])
             lines.append(flags.to(lines[0].device, lines[0].dtype))
-        # Within a process a message is the tensor itself, and stages must not share memory.
-        line = lines[0].contiguous() if len(lines) == 1 else torch.cat(lines)
-        if len(lines) == 1 and target in self._transport.local:
-            line = line.clone()
-        return self._transport.send(source, target, STATE, line)
+        return lines[0].contiguous() if len(lines) == 1 else torch.cat(lines)
 
     def _receive(
         self, source: int, target: int, parameters: list[torch.Tensor], number: int
@@ -163,7 +164,7 @@ class _ReplicaGroup:
         handle = self._transport.post(source, target, STATE, (sum(sizes),), like.dtype, like.device)
         *parts, flags = self._transport.wait(handle).split(sizes)
         shaped = [part.view(each.shape) for each, part in zip(bucket, parts, strict=True)]
-        return list(zip(bucket, shaped, strict=True)), flags.tolist()
+        return list(zip(bucket, shaped, strict=True)), flags.abs().tolist()
 
 
 def _list_tensors(
