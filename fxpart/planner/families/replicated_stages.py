@@ -39,7 +39,7 @@ from fxpart.planner.refinement import (
     measured_whole,
     plan_seconds,
 )
-from fxpart.planner.request import fixed_stages
+from fxpart.planner.request import fixed_stages, with_mesh
 from fxpart.planner.sharding_decision import ShardingAssumptions, shard_graph
 from fxpart.pricing.device_groups import group_devices
 from fxpart.pricing.device_limits import group_by_kind, named
@@ -194,18 +194,15 @@ def choose_fastest_plan(
         candidates.append((_EQUAL_STAGES, find_equal_stages(_fill_ranks(front))))
     except FxpartError as caught:
         fault = caught
-    try:
-        replicated = find_replicated_plan(front, microbatches)
-    except FxpartError:
-        replicated = None  # the error of equal stages is raised if no plan is found
-    if replicated is not None:
-        candidates.append((_describe_replicas(replicated[0]), replicated))
+    candidates += _find_replicas(front, microbatches)
     for name, indices, part in _split_by_kind(request):
         try:
             made = find_equal_stages(replace(front, request=part))
         except FxpartError:
             continue
         candidates.append((f"{name} only", (_onto_cluster(made[0], request, indices), made[1])))
+    for fixed in _list_meshes(request, [plan for _, (plan, _) in candidates]):
+        candidates += _find_replicas(replace(front, request=fixed), microbatches)
     if not candidates:
         assert fault is not None, "equal stages were tried first"
         raise fault
@@ -221,6 +218,29 @@ def choose_fastest_plan(
         constraints=dict(request.constraints),
     )
     return with_reason, parts, name == _EQUAL_STAGES
+
+
+def _find_replicas(front: PreparedModel, microbatches: int | None) -> list[tuple[str, Found]]:
+    """Return the best plan with replicas and its description, if there is one."""
+    try:
+        found = find_replicated_plan(front, microbatches)
+    except FxpartError:
+        return []  # the error of equal stages is raised if no plan is found
+    return [] if found is None else [(_describe_replicas(found[0]), found)]
+
+
+def _list_meshes(request: PlanRequest, plans: Sequence[Plan]) -> list[PlanRequest]:
+    """Return the request on each mesh of these plans, if it leaves the mesh open.
+
+    Of experts over data-parallel ranks there are no replicas.
+    """
+    stages = fixed_stages(request.constraints)
+    meshes = {
+        (plan.sharding.mesh, plan.sharding.zero): None
+        for plan in plans
+        if request.open and plan.sharding and plan.stages[0].expert_parallel == 1
+    }
+    return [with_mesh(request, mesh, zero, stages) for mesh, zero in meshes]
 
 
 def _fill_ranks(front: PreparedModel) -> PreparedModel:
