@@ -14,6 +14,7 @@ from ranks import Pool
 from torch import nn
 
 import fxpart
+from fxpart.codegen.generated_program import replicate_program_stages
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.plan.schedule import plan_schedule
@@ -193,6 +194,19 @@ def test_verify_and_predict(mesh: str, zero: int, tmp_path: Path) -> None:
     assert losses == pytest.approx(losses[:1] * 4, rel=1e-6)
 
 
+def test_replicas_of_a_stage_that_writes_state_are_refused() -> None:
+    """Each would have the running statistics of its own microbatches."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with pytest.warns(UserWarning, match="FXP114"):
+        made = fxpart.compile(
+            net, "local:1", example_inputs=batch(), loss=nn.functional.cross_entropy,
+            microbatches=4, batch_coupling="per-microbatch", check="off",
+            constraints={"mesh": "none", "stages": 1},
+        )  # fmt: skip
+    with pytest.raises(FxpartError, match="FXP109(.|\n)*1.running_mean(.|\n)*write to this state"):
+        replicate_program_stages(made, [(0, 1)])
+
+
 def test_what_replicas_of_meshes_do_not_support() -> None:
     found = program(plan(mesh="tp=2"))
     with pytest.raises(FxpartError, match=r"FXP109(.|\n)*stages on several ranks"):
@@ -222,6 +236,16 @@ def test_faults(change: dict[str, object], why: str) -> None:
     wrong = msgspec.structs.replace(plan(), **change)
     with pytest.raises(FxpartError, match=why):
         wrong.validate()
+
+
+def test_faults_of_meshes() -> None:
+    given = plan(mesh="tp=2")
+    for change, why in (
+        ({"stages": (given.stages[0], *plan().stages[1:])}, "the same number of ranks"),
+        ({"mesh": {"pipeline": 2}}, "stages and sharding.mesh yield"),
+    ):
+        with pytest.raises(FxpartError, match=why):
+            msgspec.structs.replace(given, **change).validate()
 
 
 def _over_gloo(text: str) -> tuple[list[float], dict[str, object], float]:
