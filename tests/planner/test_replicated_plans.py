@@ -154,6 +154,7 @@ def test_what_the_plan_of_a_mesh_says() -> None:
     assert [r.microbatches for r in given.prediction.ranks] == [4, 2, 0]
     assert Plan.loads(given.dumps()) == given
     assert "Replicas (the stages of a row have the same blocks" in explain(given)
+    assert "2 stages with 2 + 1 replicas x tp2\n" in str(given)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

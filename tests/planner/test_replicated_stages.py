@@ -258,7 +258,7 @@ def test_replicas_of_the_meshes_of_the_best_plans() -> None:
     made = fxpart.compile(
         nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)), given,
         example_inputs=(torch.randn(64, 256), torch.randn(64, 256)), optimizer="sgd",
-        loss=nn.functional.mse_loss, microbatches=5, constraints={"granularity": "op"},
+        loss=nn.functional.mse_loss, microbatches=16, constraints={"granularity": "op"},
     )  # fmt: skip
     plan = made.plan
     assert plan.mesh["tp"] == 2 and plan.replicas

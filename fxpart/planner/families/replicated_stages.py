@@ -18,11 +18,11 @@ import msgspec
 from fxpart import units
 from fxpart.codegen.generated_program import GeneratedProgram
 from fxpart.errors import FxpartError
-from fxpart.plan.constraint_table import CONSTRAINTS
+from fxpart.plan.constraint_table import CONSTRAINTS, DATA_AXES
 from fxpart.plan.model import Plan
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.families.schedule_selection import chooses_cuts, requested_schedules
-from fxpart.planner.mesh_plan import price_mesh
+from fxpart.planner.mesh_plan import find_even_count, price_mesh
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prediction.schedule_change import find_overfull_ranks
 from fxpart.planner.refinement import is_measured, plan_seconds
@@ -134,12 +134,17 @@ def _price_replicas(
     if request.sharded:
         order = tuple(device for one in devices for device in one)
         assignment = StageAssignment(order=order, limit=len(devices))
+        # Placements are selected for equal microbatches, as for equal stages.
+        assumed = microbatches
+        if assumed is not None and front.captured.symbolic:
+            rows = front.captured.batch_size // request.mesh.count(*DATA_AXES)
+            assumed = find_even_count(rows, assumed)
         sharded = shard_graph(
             front.graph,
             front.captured,
             replace(request, cluster=assignment.priced(request.cluster, request.mesh.size)),
             front.annotations,
-            ShardingAssumptions(microbatches, request.stages[1]),
+            ShardingAssumptions(assumed, request.stages[1]),
             front.shardings,
         )
     return price_mesh(
