@@ -17,6 +17,7 @@ from fxpart.codegen.mesh_programs.plan_placements import restore_sharding
 from fxpart.codegen.mesh_programs.rank_programs import MeshRankPrograms, assign, generate
 from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
 from fxpart.codegen.program_archive import export
+from fxpart.compiler.effects import state_written
 from fxpart.errors import error
 from fxpart.plan.model import (
     Plan,
@@ -24,7 +25,7 @@ from fxpart.plan.model import (
 )
 from fxpart.plan.schedule import plan_schedule, recomputed
 from fxpart.program.edges import find_stage_edges
-from fxpart.program.replicas import get_original_stage, get_replica_rounds, replicate_stages
+from fxpart.program.replicas import get_replica_rounds, replicate_program
 from fxpart.program.spec import ProgramSpec
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.make import make
@@ -109,17 +110,41 @@ def replicate_program_stages(
 ) -> GeneratedProgram:
     """Replicate the stages of a program.
 
-    See :func:`fxpart.program.replicas.replicate_stages`.
+    See :func:`fxpart.program.replicas.replicate_stages`. Raises FXP109 where a replicated stage
+    writes to its state.
     """
-    spec = (
-        replicate_stages(parts.spec, rounds)
-        if len(rounds) == len(parts.spec.stages)
-        else parts.spec
-    )
+    if len(rounds) != len(parts.spec.stages):
+        return parts
+    spec, sources = replicate_program(parts.spec, parts.sources, rounds)
     if spec is parts.spec:
         return parts
-    sources = [parts.sources[get_original_stage(spec, stage)] for stage in range(len(spec.stages))]
-    return replace(parts, spec=spec, sources=tuple(sources))
+    _check_written_state(parts, rounds)
+    programs = parts.mesh_rank_programs
+    return replace(
+        parts,
+        spec=spec,
+        sources=sources,
+        mesh_rank_programs=None if programs is None else programs.with_replicas(rounds),
+    )
+
+
+def _check_written_state(parts: GeneratedProgram, rounds: Sequence[Sequence[int]]) -> None:
+    """Raise FXP109 where replicas would write to their copies of one tensor in forward passes."""
+    replicated = {
+        state.name
+        for stage, turns in zip(parts.spec.stages, rounds, strict=True)
+        for state in stage.state
+        if len(set(turns)) > 1
+    }
+    written = {name for names in state_written(parts.prepared.graph).values() for name in names}
+    if found := sorted(written & replicated):
+        raise error(
+            "FXP109",
+            where=f"replicas of the stage with {', '.join(found[:3])}",
+            why="forward passes write to this state, and each replica would write to its own copy "
+            "in its own microbatches only",
+            fix='use constraints={"copies": "none"}',
+        )
 
 
 def generate_program(

@@ -30,7 +30,7 @@ def sharding(plan: Plan) -> Faults:
             "sharding.mesh",
             f"{short(given.mesh)!a} is one rank, so that there is nothing to shard",
         )
-    expected = {"pipeline": len(plan.stages), **dict(mesh.axes)}
+    expected = {"pipeline": len(plan.firsts), **dict(mesh.axes)}
     if plan.mesh != expected:
         yield "mesh", f"the mesh is {plan.mesh}, but stages and sharding.mesh yield {expected}"
     for position, stage in enumerate(plan.stages):

@@ -41,7 +41,7 @@ def stages(plan: Plan) -> Faults:
 
 
 def _replicas(plan: Plan) -> Faults:
-    """Check that groups are disjoint, with equal blocks, one rank each, no virtual stages."""
+    """Check that groups are disjoint, with equal blocks, on equal meshes, no virtual stages."""
     count, seen = len(plan.stages), set[int]()
     for index, group in enumerate(plan.replicas):
         where, replicas = f"replicas[{index}]", set(group)
@@ -56,8 +56,8 @@ def _replicas(plan: Plan) -> Faults:
         spans = {plan.stages[stage].spans for stage in replicas}
         if len(spans) > 1:
             yield where, "the replicas have different blocks"
-        if any(len(plan.stages[stage].ranks) != 1 for stage in replicas):
-            yield where, "a replica has several ranks"
+    if plan.replicas and len({len(stage.ranks) for stage in plan.stages}) > 1:
+        yield "replicas", "with replicated stages, all stages must have the same number of ranks"
     if plan.replicas and not SCHEDULES[plan.schedule].supports_replicas:
         yield "replicas", f"the schedule {plan.schedule} does not support replicated stages"
 
@@ -179,8 +179,8 @@ def mesh(plan: Plan) -> Faults:
             "mesh",
             "with stages of different degrees, the only axis is pipeline, the number of stages",
         )
-    elif plan.replicas:
-        if plan.mesh != {"pipeline": len(plan.firsts)}:
+    elif plan.replicas:  # with a sharding, check_sharding compares the axes
+        if plan.sharding is None and plan.mesh != {"pipeline": len(plan.firsts)}:
             yield "mesh", "with replicated stages, the only axis is pipeline, the number of groups"
     elif len(degrees) == 1 and size != expected:
         yield "mesh", f"the mesh has {size} ranks, but the stages have {expected}"

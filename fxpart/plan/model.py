@@ -231,9 +231,9 @@ class Plan(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     between ranks; empty: no conversion. offload: what is in host memory: the optimizer's state,
     with the update on the host, or activations, or both.
     mesh: ranks by direction: "pipeline", and the mesh's axes by name ("data" and "tensor" where no
-    axes are named); only "pipeline" where the stages' degrees differ or stages have replicas: then
-    it counts each group once. sharding: how the ranks of a stage share its work; None where a stage
-    is one rank, or where it was not planned.
+    axes are named); only "pipeline" where the stages' degrees differ or stages of one rank have
+    replicas. It counts the replicas of a stage once. sharding: how the ranks of a stage share its
+    work; None where a stage is one rank, or where it was not planned.
     devices: the cluster's devices that ranks 0, 1, ... run on, as ascending indices; empty for the
     first ones. order: the model's blocks in the order of the stages; empty for their own.
     alternatives: the best rejected choices; changes: this one with one decision changed.

@@ -183,8 +183,12 @@ def _title(plan: Plan) -> str:
 
 
 def describe_stages(plan: Plan) -> str:
-    """Return the number of stages and the layouts of their ranks."""
-    count = units.plural(len(plan.stages), "stage")
+    """Return the number of stages, their replicas, and the layouts of their ranks."""
+    count = units.plural(len(plan.firsts), "stage")
+    if plan.replicas:
+        groups = {group[0]: len(set(group)) for group in plan.replicas}
+        copies = " + ".join(str(groups.get(first, 1)) for first in plan.firsts)
+        count += f" with {copies} replicas"
     layouts = list(dict.fromkeys(map(layout, plan.stages)))
     if layouts == ["-"]:
         return f"{count} x 1 rank"

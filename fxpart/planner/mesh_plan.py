@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import fx
@@ -101,30 +101,16 @@ def solve_exactly(
         mine = replace(request, cluster=assignment.used(request.cluster, request.mesh.size))
         sharded = shard_graph(graph, captured, mine, annotations, expected, cache)
         _check_placements(sharded, tried)
-    local = graph if sharded is None else sharded.local(0)
-    sharing = None if sharded is None else StageParallelism.of(sharded)
     names = requested_schedules(request)
-    problem, provenance = price(
-        local,
-        captured,
-        assignment.priced(request.cluster, request.mesh.size),
-        cost_model=request.cost_model,
-        batch_size=captured.batch_size,
-        microbatches=microbatches,
-        optimizer=request.optimizer,
+    answer, problem = price_mesh(
+        request, captured, graph, info, microbatches, assignment, sharded,
         schedules=keep_cut_schedules(names),
         others=names,
         min_stages=request.stages[0],
-        max_stages=request.stages[1],
-        sharing=sharing,
-        transfer_dtype=request.transfer_dtype,
-        offload=request.offload,
         recompute=allowed_recompute(request.constraints),
-    )
-    problem = apply_constraints(problem, request, assignment.starts)
+    )  # fmt: skip
     problem, assignment = _choose_order(problem, assignment, request)
-    answer = PricedMesh(request, captured, graph, info, sharded, local, sharing, provenance,
-                        assignment, on_candidate)  # fmt: skip
+    answer = replace(answer, assignment=assignment, on_candidate=on_candidate)
     chains: list[StagePartition] = []
     family = find_family(MESH_FAMILIES, request)
 
@@ -140,7 +126,44 @@ def solve_exactly(
     plan = check_host_memory(with_process(plan, request.cost_model))
     if any(made.over for made in chains) or plan.virtual > 1 or offloads_activations(plan.offload):
         return plan, parts  # stages are no runs of blocks, or their activations are on the host
-    return with_live_tensors(plan, problem, local, captured, sharing), parts
+    return with_live_tensors(plan, problem, answer.local, captured, answer.sharing), parts
+
+
+def price_mesh(
+    request: PlanRequest,
+    captured: CapturedModel,
+    graph: fx.GraphModule,
+    info: PlanModel,
+    microbatches: int | None,
+    assignment: StageAssignment,
+    sharded: ShardedGraph | None,
+    **options: Any,
+) -> tuple[PricedMesh, PartitionProblem]:
+    """Return a mesh with its prices, and the problem of its stages under the constraints.
+
+    sharded: the graph on the mesh; None where a stage is one rank. options: as for
+    :func:`fxpart.pricing.partition.price`.
+    """
+    local = graph if sharded is None else sharded.local(0)
+    sharing = None if sharded is None else StageParallelism.of(sharded)
+    problem, provenance = price(
+        local,
+        captured,
+        assignment.priced(request.cluster, request.mesh.size),
+        cost_model=request.cost_model,
+        batch_size=captured.batch_size,
+        microbatches=microbatches,
+        optimizer=request.optimizer,
+        max_stages=request.stages[1],
+        sharing=sharing,
+        transfer_dtype=request.transfer_dtype,
+        offload=request.offload,
+        **options,
+    )
+    mesh = PricedMesh(
+        request, captured, graph, info, sharded, local, sharing, provenance, assignment
+    )
+    return mesh, apply_constraints(problem, request, assignment.starts)
 
 
 def _check_placements(placed: ShardedGraph, tried: list[ShardedGraph] | None) -> None:

@@ -355,7 +355,11 @@ def _stages(
     ranks: int | None,
     problems: list[Problem],
 ) -> tuple[int, int]:
-    """Return the smallest and largest number of stages by constraints, ranks and devices."""
+    """Return the smallest and largest number of stages by constraints, ranks and devices.
+
+    Where replicas are requested, a number of ranks is only an upper bound for the stages.
+    """
+    replicated = constraints.get("copies") == "always"
     width, devices = mesh.size, len(cluster.devices)
     if find_decision_problems(constraints):
         return 1, 1
@@ -376,8 +380,16 @@ def _stages(
             fix = f"start a multiple of {width} processes, or change the mesh"
             problems.append(Problem("FXP502", f"mesh {mesh}", why, fix))
             return 1, 1
+        if replicated:
+            return _bounds(constraints, min(ranks, devices) // width, problems)
         requested = ranks // width
-    elif ranks is not None and requested is not None and width > 1 and requested * width != ranks:
+    elif (
+        ranks is not None
+        and requested is not None
+        and width > 1
+        and requested * width != ranks
+        and (not replicated or ranks % width or requested * width > ranks)
+    ):
         problems.append(
             Problem(
                 "FXP502",

@@ -1,4 +1,4 @@
-"""The problem of replicated stages, from the costs of stages of one rank and device kinds."""
+"""The problem of replicated stages, from the costs of stages on each kind of device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def make_replicated_problem(
 ) -> tuple[ReplicatedChainProblem, tuple[tuple[int, ...], ...]]:
     """Return the problem, and by kind its devices as indices of the cluster.
 
-    problem: with stages of one rank, priced on this cluster in its own order. Devices are of one
-    kind if costs, usable memory and the worst link into them are equal. ranks: of the whole
-    program.
+    problem: priced on this cluster in its own order, whose devices are groups of devices where a
+    replica is a mesh (:func:`fxpart.pricing.device_groups.group_devices`). Devices are of one kind
+    if costs, usable memory and the worst link into them are equal. ranks: of the whole program, in
+    these devices.
     """
     worst = _worst_links(cluster, model)
     found: dict[tuple[int, int, Line], list[int]] = {}
@@ -47,6 +48,24 @@ def make_replicated_problem(
     return ReplicatedChainProblem(base=base, kinds=made, ranks=ranks or 0), tuple(
         map(tuple, found.values())
     )
+
+
+def list_replica_devices(cluster: Cluster, size: int) -> tuple[tuple[int, ...], ...]:
+    """Return groups of ``size`` devices of one host and kind, on which a replica may be.
+
+    Indices of the cluster's devices, in its order; devices that fill no group are left out.
+    """
+    members: dict[tuple[str, int, int], list[int]] = {}
+    for index, (type_, device) in enumerate(
+        zip(group_by_kind(cluster)[1], cluster.devices, strict=True)
+    ):
+        members.setdefault((device.host, type_, device.memory), []).append(index)
+    found = (
+        tuple(devices[first : first + size])
+        for devices in members.values()
+        for first in range(0, len(devices) - size + 1, size)
+    )
+    return tuple(sorted(found))
 
 
 def is_heterogeneous(cluster: Cluster) -> bool:

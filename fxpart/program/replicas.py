@@ -1,17 +1,17 @@
 """Programs whose stages have several replicas with round-robin routing of microbatches.
 
-If stages differ in their number of ranks, a stage is replicated on each of its ranks. The replicas
-take microbatches round-robin (PipeDream, Narayanan et al., SOSP 2019), or faster ones more often. A
-replica is a stage of the program like any other, except that it takes only its own microbatches,
-and that the gradients of all replicas are summed at the end of a step
-(:mod:`fxpart.runtime.gradients.stage_replicas`).
+If stages differ in their number of ranks, a stage has several replicas, each on one rank or on a
+mesh of ranks, which is the same for all. The replicas take microbatches round-robin (PipeDream,
+Narayanan et al., SOSP 2019), or faster ones more often. A replica is a stage of the program like
+any other, except that it takes only its own microbatches, and that the gradients of all replicas
+are summed at the end of a step (:mod:`fxpart.runtime.gradients.stage_replicas`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -22,13 +22,15 @@ from fxpart.schedule.action import list_group_stages
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan
 
+T = TypeVar("T")
+
 
 def replicate_stages(spec: ProgramSpec, rounds: Sequence[Sequence[int]]) -> ProgramSpec:
     """Return the program with replicas of its stages inserted after each stage.
 
     rounds: by stage, the order in which its replicas take microbatches: (0, 1) for two replicas,
     (0, 0, 1) if the first takes two of three microbatches, (0,) for no replication. Replicas use
-    the stage's module. Raises FXP109 for invalid rounds and for stages of several ranks.
+    the stage's module, and its mesh. Raises FXP109 for invalid rounds.
     """
     counts = [1 + max(turns, default=-1) for turns in rounds]
     whole = all(set(turns) == set(range(n)) for turns, n in zip(rounds, counts, strict=True))
@@ -38,13 +40,7 @@ def replicate_stages(spec: ProgramSpec, rounds: Sequence[Sequence[int]]) -> Prog
         raise error("FXP109", where=f"replicas={tuple(rounds)}", why=why, fix=fix)
     if max(counts) == 1:
         return spec
-    if spec.sharding is not None or spec.replicas:
-        raise error(
-            "FXP109",
-            where=f"replicas={tuple(rounds)}",
-            why="the ranks of a stage already share its work",
-            fix='use mesh="none" with replicas of stages',
-        )
+    assert not spec.replicas, "stages are replicated once"
     firsts = [0, *accumulate(counts)][:-1]
     groups = [tuple(range(first, first + n)) for first, n in zip(firsts, counts, strict=True)]
 
@@ -73,6 +69,16 @@ def replicate_stages(spec: ProgramSpec, rounds: Sequence[Sequence[int]]) -> Prog
             for first, turns, n in zip(firsts, rounds, counts, strict=True)
             if n > 1
         ),
+    )
+
+
+def replicate_program(
+    spec: ProgramSpec, sources: Sequence[T], rounds: Sequence[Sequence[int]]
+) -> tuple[ProgramSpec, tuple[T, ...]]:
+    """Return a program and what belongs to each of its stages (``sources``) with the replicas."""
+    whole = replicate_stages(spec, rounds)
+    return whole, tuple(
+        sources[get_original_stage(whole, stage)] for stage in range(len(whole.stages))
     )
 
 

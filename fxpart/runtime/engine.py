@@ -150,7 +150,9 @@ class PipelineEngine:
             self._recorder.record_batch_read()
         with self._local.watch(executors, "the end of a step"):
             self._local.run(executors, begin)
-            return self._exchange_results([each for mine in made for each in mine], cuts[0])
+            return self._exchange_results(
+                [each for mine in made for each in mine], made[0], cuts[0]
+            )
 
     def _get(self, microbatches: int, train: bool, keep_outputs: bool) -> list[list[StepExecutor]]:
         """Return per mesh rank its executors, one for each local rank."""
@@ -211,13 +213,13 @@ class PipelineEngine:
         return StepInput(inputs, cut.sizes, tuple(w * factor for w in cut.weights), keys)
 
     def _exchange_results(
-        self, executors: list[StepExecutor], cut: MicrobatchSplit
+        self, executors: list[StepExecutor], first: list[StepExecutor], cut: MicrobatchSplit
     ) -> PipelineResult:
-        """Exchange the loss and failures between all processes."""
+        """Exchange the loss and failures between all processes. first: of the first mesh rank."""
         failures = [e.failure for e in executors if e.failure is not None]
         # Mesh ranks that were only aborted add no information.
         failures = [f for f in failures if not isinstance(f.cause, PeerLostError)] or failures
-        loss = None if failures else self._weighted_loss(executors, cut)
+        loss = None if failures else self._weighted_loss(first, cut)
         bits = 0
         if loss is not None and (loss.device.type == "cpu" or self.spec.replicas):
             bits = float_to_bits(loss.item())
@@ -241,14 +243,12 @@ class PipelineEngine:
     def _weighted_loss(
         self, executors: list[StepExecutor], cut: MicrobatchSplit
     ) -> torch.Tensor | None:
-        """Return the sum over the microbatches whose losses are local, of the first mesh rank."""
+        """Return the sum over the microbatches whose losses are local."""
         total: torch.Tensor | None = None
         for executor in executors:
             for index, loss in sorted(executor.losses.items()):
                 part = loss * cut.weights[index]
                 total = part if total is None else total + part
-            if total is not None and not self.spec.replicas:
-                break
         return total
 
     def _share_loss(self, loss: torch.Tensor | None, rows: list[list[int]]) -> torch.Tensor:

@@ -290,8 +290,10 @@ class FlushedPipeline(Pipeline):
 
     def _send_gradients(self) -> None:
         self._shards.share_rows()
-        reduce_replica_gradients(self._state, self._shards)
-        send_tied_gradients(self._state, self._shards)
+        if self.spec.replicas:
+            reduce_replica_gradients(self._state, self._shards)
+        else:
+            send_tied_gradients(self._state, self._shards)
         for name in self._trainer.frozen:
             for parameter in self._state.entries[name].copies.values():
                 parameter.grad = self._shards.of(parameter).grad = None

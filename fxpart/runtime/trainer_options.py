@@ -320,7 +320,8 @@ def check_program(spec: ProgramSpec, ranks: Ranks, options: TrainerOptions) -> N
 def _find_unflushed_reasons(spec: ProgramSpec, options: TrainerOptions) -> Iterator[Reason]:
     sharding = spec.sharding
     if spec.replicas:
-        yield "replicated stages with round-robin routing", 'use mesh="dp=2"'
+        fix = 'use constraints={"copies": "none"}'
+        yield "replicated stages with round-robin routing", fix
     if sharding is not None and sharding.zero:
         yield "a sharded optimizer (ZeRO)", "use zero=0"
     if options.compile_stages and options.mode.backward != "forward":

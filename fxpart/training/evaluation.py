@@ -23,7 +23,7 @@ from fxpart.compiler import PassManager
 from fxpart.errors import error
 from fxpart.passes import PREPARE, all_passes
 from fxpart.plan.model import Plan
-from fxpart.program.replicas import get_original_stage, get_replica_rounds, replicate_stages
+from fxpart.program.replicas import get_replica_rounds, replicate_program
 from fxpart.program.spec import ProgramSpec, StateSpec
 from fxpart.runtime.batch.outputs import Outputs, OutputSpec
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
@@ -139,7 +139,7 @@ def place_on_training_stages(
         made = cut(
             own, captured, plan.seed, sharded, plan.transfer_dtype, keep_outputs=keep_outputs
         )
-        found.append(_build_mesh_rank(captured, trained, *made, mesh_rank))
+        found.append(_build_mesh_rank(captured, trained, *_replicate(plan, *made), mesh_rank))
     return found
 
 
@@ -149,8 +149,7 @@ def _replicate(
     """Return the stages with their replicas, if the plan has any."""
     if not plan.replicas:
         return spec, stages
-    whole = replicate_stages(spec, get_replica_rounds(plan))
-    return whole, [stages[get_original_stage(whole, k)] for k in range(len(whole.stages))]
+    return replicate_program(spec, stages, get_replica_rounds(plan))
 
 
 def _build_mesh_rank(

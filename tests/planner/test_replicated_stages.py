@@ -45,12 +45,13 @@ class Recommender(nn.Module):
         return self.tower(self.table(ids)).squeeze(1)
 
 
-def cluster(*kinds: tuple[str, int, float, float, float]) -> Cluster:
-    """Kinds as (name, devices, GFLOP/s, GB/s, MB of memory), each device a host of its own."""
+def cluster(*kinds: tuple[str, int, float, float, float], host: int = 1) -> Cluster:
+    """Kinds as (name, devices, GFLOP/s, GB/s, MB of memory). host: devices of a host."""
     one = Cluster.local(1).devices[0]
     devices = [
         msgspec.structs.replace(
-            one, name=f"{name}-{k}", model=name, host=f"host-{name}-{k}", memory=int(memory * 1e6),
+            one, name=f"{name}-{k}", model=name, host=f"host-{name}-{k // host}",
+            memory=int(memory * 1e6),
             flops={"float32": flops * 1e9}, bandwidth=speed * 1e9, launch=1e-6,
         )
         for name, count, flops, speed, memory in kinds
@@ -214,6 +215,65 @@ def test_copies_on_equal_devices_where_that_is_asked() -> None:
     plan = program(given, copies="always", stages=2).plan
     assert plan.replicas == ((1, 2),)
     assert plan.prediction.simulated_seconds < 0.6 * plain.prediction.simulated_seconds
+
+
+def wide(given: Cluster, **constraints: object) -> fxpart.Program:
+    """Layers that are work, for SGD."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(3)]
+    return fxpart.compile(
+        nn.Sequential(*layers), given, example_inputs=(torch.randn(24, 64), torch.randn(24, 64)),
+        loss=nn.functional.mse_loss, optimizer="sgd", constraints=constraints,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "more"), [("tp=2", {}), ("dp=2", {"zero": 1}), ("dp=2", {"stages": 2, "zero": 2})]
+)
+def test_replicas_of_a_mesh(mesh: str, more: dict[str, object]) -> None:
+    """Pairs of devices of one host and kind; one more slow device is left out."""
+    given = cluster(("slow", 5, 0.05, 4.0, 400.0), ("fast", 2, 0.2, 16.0, 400.0), host=2)
+    made = wide(given, mesh=mesh, **more)
+    plan = made.plan
+    assert plan.problems() == plan.runnable == () and Plan.loads(plan.dumps()) == plan
+    assert plan.replicas and plan.world == 6
+    for stage in plan.stages:
+        assert len({plan.device(rank).host for rank in stage.ranks}) == 1 == 3 - len(stage.ranks)
+    assert f" replicas of {mesh}: " in plan.provenance["kinds"]
+    space = f"replicas of {mesh} on any of 2 groups of 2 slow, 1 groups of 2 fast"
+    assert space in plan.certificate.over
+    assert 0 < plan.certificate.lower_bound <= plan.certificate.objective
+    rows = plan.prediction.ranks
+    assert all(row.sync_seconds > 0 for row in rows if mesh == "dp=2")
+    assert not wide(given, mesh=mesh, copies="none", **more).plan.replicas
+    assert made.verify(steps=2).passed
+
+
+@pytest.mark.slow
+def test_replicas_of_the_meshes_of_the_best_plans() -> None:
+    """Where the mesh is open, and with one rank a replica has to wait longer."""
+    given = cluster(("slow", 4, 0.05, 4.0, 400.0), ("fast", 2, 0.2, 16.0, 400.0), host=2)
+    torch.manual_seed(0)
+    made = fxpart.compile(
+        nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)), given,
+        example_inputs=(torch.randn(64, 256), torch.randn(64, 256)), optimizer="sgd",
+        loss=nn.functional.mse_loss, microbatches=16, constraints={"granularity": "op"},
+    )  # fmt: skip
+    plan = made.plan
+    assert plan.mesh["tp"] == 2 and plan.replicas
+    assert "replicas of tp=2: " in plan.provenance["kinds"]
+    assert " replicas: " in plan.provenance["kinds"]
+
+
+@pytest.mark.slow
+def test_replicas_of_a_mesh_use_the_ranks_that_are_requested() -> None:
+    given = Cluster.local(6)
+    plan = wide(given, mesh="tp=2", copies="always", stages=2, ranks=6).plan
+    assert plan.world == 6 and plan.mesh == {"pipeline": 2, "tp": 2} and len(plan.replicas) == 1
+    for ranks in (5, 2):
+        with pytest.raises(fxpart.FxpartError, match="FXP502"):
+            wide(given, mesh="tp=2", copies="always", stages=2, ranks=ranks)
 
 
 class EveryStage(Mapping[str, StageMeasurement]):

@@ -28,6 +28,23 @@ def test_a_sharded_program_trains_like_one_process(mesh: str, microbatches: int)
         assert_close(mine, expected, f"step {step}")
 
 
+REPLICAS: list[tuple[str, dict[str, Any]]] = [
+    ("tp=2", {"counts": (2, 1)}),
+    ("dp=2", {"counts": (1, 3), "zero": 1}),
+    ("dp=2,tp=2", {"counts": (2, 3), "zero": 2}),
+    ("tp=2,dp=2", {"counts": (3, 1), "zero3": True, "schedule": "gpipe"}),
+    ("dp=2", {"counts": (2, 2), "zero": 2, "microbatches": 1}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "options"), REPLICAS)
+def test_replicas_of_meshes_train_like_one_process(mesh: str, options: dict[str, Any]) -> None:
+    """Also where microbatches do not divide by the round, or a replica has none."""
+    found = train(mesh, {"microbatches": 5} | options)
+    for step, (mine, expected) in enumerate(zip(found, one_process(), strict=True)):
+        assert_close(mine, expected, f"step {step}")
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_every_schedule_runs_lanes(schedule: str) -> None:
     found = train("dp=2,tp=2", {"schedule": schedule, "microbatches": 3})
@@ -35,9 +52,10 @@ def test_every_schedule_runs_lanes(schedule: str) -> None:
         assert_close(mine, expected)
 
 
-def test_gradients_may_be_looked_at_between_batches() -> None:
+@pytest.mark.parametrize(("mesh", "options"), [("dp=2,tp=2", {}), *REPLICAS])
+def test_gradients_may_be_looked_at_between_batches(mesh: str, options: dict[str, Any]) -> None:
     """They are whole, and looking changes nothing that is accumulated."""
-    made, whole = trainer(InProcess(8), "dp=2,tp=2"), Whole()
+    made, whole = trainer(InProcess(ranks_of(mesh, options)), mesh, **options), Whole()
     for seed in range(3):
         made.backward(batch(seed=seed))
         whole.backward(batch(seed=seed))
@@ -46,9 +64,12 @@ def test_gradients_may_be_looked_at_between_batches() -> None:
         assert_close(made.gradients(), expected)
 
 
-def test_copies_of_one_parameter_stay_equal_in_every_bit() -> None:
-    """Ties between stages, and replicas on the mesh ranks of a stage."""
-    made = trainer(InProcess(8), "dp=2,tp=2")
+@pytest.mark.parametrize(("mesh", "options"), [("dp=2,tp=2", {}), *REPLICAS])
+def test_copies_of_one_parameter_stay_equal_in_every_bit(
+    mesh: str, options: dict[str, Any]
+) -> None:
+    """Ties between stages, replicas on the mesh ranks of a stage, and replicas of stages."""
+    made = trainer(InProcess(ranks_of(mesh, options)), mesh, **options)
     for seed in range(3):
         made.step(batch(seed=seed))
     for name, entry in made._state.entries.items():
@@ -119,7 +140,10 @@ def test_in_process_a_failed_lane_is_named(
     assert found["next"] and found["seconds"] < 10
 
 
-SAVED = [("dp=2,tp=2", {}), ("tp=2", {}), ("dp=2", {"zero": 1}), ("tp=2,dp=2", {"zero3": True})]
+SAVED = [
+    ("dp=2,tp=2", {}), ("tp=2", {}), ("dp=2", {"zero": 1}), ("tp=2,dp=2", {"zero3": True}),
+    ("dp=2", {"zero": 2, "counts": (2, 1)}),
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -158,9 +182,9 @@ def test_learning_rate_schedules_change_all_lanes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
-def test_gloo_trains_like_one_process(pool: Pool, mesh: str) -> None:
-    for found in pool.run(train, mesh, {}, ranks=4):
+@pytest.mark.parametrize(("mesh", "options"), [("dp=2", {}), ("tp=2", {}), REPLICAS[0]])
+def test_gloo_trains_like_one_process(pool: Pool, mesh: str, options: dict[str, Any]) -> None:
+    for found in pool.run(train, mesh, options, ranks=ranks_of(mesh, options)):
         for mine, expected in zip(found, one_process(), strict=True):
             assert_close(mine, expected)
 

@@ -7,6 +7,7 @@ loss. Axis ``dp`` cuts the batch, ``tp`` the MLP's hidden dim (and the norm of n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxpart import collectives
+from fxpart.program.replicas import get_original_stage, replicate_stages
 from fxpart.program.spec import (
     InputSpec,
     ProgramSpec,
@@ -145,8 +147,13 @@ def sharding(mesh: str, zero: int = 0, zero3: bool = False) -> ShardingSpec:
     )
 
 
-def mesh_rank(index: int, given: ShardingSpec, stages: Sequence[int], **kinds: type) -> MeshRank:
-    """One mesh rank's program and the modules of the stages that are here."""
+def mesh_rank(
+    index: int, given: ShardingSpec, stages: Sequence[int], counts: Sequence[int] = (1, 1)
+) -> MeshRank:
+    """One mesh rank's program and the modules of the stages that are here.
+
+    counts: of the replicas of the two stages.
+    """
     mesh, whole = Mesh.parse(given.mesh), weights()
     local = {n: ShardLayout.of(given, n, ()).part(t, index) for n, t in whole.items()}
     zero3 = "dp:S" in given.state["up.weight"].placements
@@ -187,7 +194,9 @@ def mesh_rank(index: int, given: ShardingSpec, stages: Sequence[int], **kinds: t
         parameters=ORDER,
         sharding=given,
     )  # fmt: skip
-    return MeshRank(index, spec, {s: made[s] for s in stages})
+    spec = replicate_stages(spec, [range(count) for count in counts])
+    modules = {s: deepcopy(made[get_original_stage(spec, s)]) for s in stages}
+    return MeshRank(index, spec, modules)
 
 
 def trainer(
@@ -197,18 +206,22 @@ def trainer(
     zero: int = 0,
     zero3: bool = False,
     ranks: Sequence[Sequence[int]] | None = None,
+    counts: Sequence[int] = (1, 1),
     **options: Any,
 ) -> Trainer:
-    """A trainer of this process's mesh ranks. ranks: by stage and mesh rank, by default in
-    order."""
+    """A trainer of this process's mesh ranks. ranks: by stage and mesh rank, by default in order.
+
+    counts: of the replicas of the two stages.
+    """
     given = sharding(mesh, zero, zero3)
     size = Mesh.parse(mesh).size
-    table = build_rank_table((0, size) if ranks is None else ranks, size)
+    every = range(0, size * sum(counts), size)
+    table = build_rank_table(every if ranks is None else ranks, size)
     here = [
         (index, [s for s, r in enumerate(get_pipeline_ranks(table, index)) if r in transport.local])
         for index in range(size)
     ]
-    mesh_ranks = [mesh_rank(index, given, stages) for index, stages in here if stages]
+    mesh_ranks = [mesh_rank(index, given, stages, counts) for index, stages in here if stages]
     return Trainer(
         mesh_ranks[0].spec,
         {},

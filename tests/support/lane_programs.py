@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,15 +23,15 @@ def numbers(tensors: dict[str, torch.Tensor]) -> Numbers:
     return {name: t.tolist() for name, t in tensors.items()}
 
 
-def ranks_of(mesh: str) -> int:
-    """Two stages of so many mesh ranks."""
-    return 2 * Mesh.parse(mesh).size
+def ranks_of(mesh: str, options: Mapping[str, Any] | None = None) -> int:
+    """Two stages, or so many replicas of them, of so many mesh ranks."""
+    return sum((options or {}).get("counts", (1, 1))) * Mesh.parse(mesh).size
 
 
 def train(mesh: str, options: dict[str, Any], rows: tuple[int, ...] = (12, 12, 6)) -> list[Numbers]:
     """Steps: loss, gradients before and after the update, norm, parameters, optimizer state."""
     made = trainer(
-        connect(ranks_of(mesh)), mesh, **{"optimizer": ADAMW, "clip_norm": 0.5} | options
+        connect(ranks_of(mesh, options)), mesh, **{"optimizer": ADAMW, "clip_norm": 0.5} | options
     )
     found = []
     for seed, count in enumerate(rows):
@@ -58,7 +59,7 @@ def move(
     mesh: str, options: dict[str, Any], saved: dict[str, Any] | None, first_only: bool = False
 ) -> dict[str, Any]:
     """Train and save, or load what was saved; then the losses of two more steps."""
-    made = trainer(connect(ranks_of(mesh)), mesh, **{"optimizer": ADAMW} | options)
+    made = trainer(connect(ranks_of(mesh, options)), mesh, **{"optimizer": ADAMW} | options)
     if saved is None:
         for seed in range(2):
             made.step(batch(seed=seed))

@@ -260,6 +260,11 @@ def _replicas(random: Random, model: str, ranks: int) -> Layout:
     if random.random() < 0.4:
         given["schedule"] = random.choice(("gpipe", "1f1b"))
     recompute = _draw_recompute(random, given, stages)
+    if random.random() < 0.5:
+        devices *= 2
+        given |= {"mesh": random.choice(("dp=2", "tp=2")), "ranks": devices}
+        if given["mesh"] == "dp=2":
+            given["zero"] = random.choice((0, 1, 2, 3))
     return Layout("replicas", devices, random.choice((2, 3, 4, 6)), given, recompute)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from fxpart.codegen.totals_spec import weight_spec
 from fxpart.compiler import PassManager
 from fxpart.passes import all_passes
 from fxpart.passes.objective import REPEAT_KEY
+from fxpart.program.replicas import replicate_program
 from fxpart.program.spec import ProgramSpec
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ class MeshRankPrograms:
     """Programs of all mesh ranks of a sharded graph, generated on demand.
 
     order: the block order in which ``starts`` counts; empty for the graph's order. transfer_dtype:
-    of the program. in_blocks: stages whose blocks can be rerun one by one.
+    of the program. in_blocks: stages whose blocks can be rerun one by one. rounds: of each stage's
+    replicas (:func:`fxpart.program.replicas.replicate_stages`), empty without replicas.
     """
 
     sharded: ShardedGraph
@@ -38,6 +41,7 @@ class MeshRankPrograms:
     order: tuple[int, ...] = ()
     transfer_dtype: str = ""
     in_blocks: tuple[int, ...] = ()
+    rounds: tuple[tuple[int, ...], ...] = ()
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _made: dict[int, tuple[ProgramSpec, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -52,10 +56,15 @@ class MeshRankPrograms:
         """Return the stages as data and the source text of each."""
         graph = self.graph(mesh_rank)
         if id(graph) not in self._made:
-            self._made[id(graph)] = generate(
+            made = generate(
                 graph, self.captured, self.seed, self.sharded, self.transfer_dtype, self.in_blocks
             )
+            self._made[id(graph)] = replicate_program(*made, self.rounds) if self.rounds else made
         return self._made[id(graph)]
+
+    def with_replicas(self, rounds: Sequence[Sequence[int]]) -> MeshRankPrograms:
+        """Return the programs with replicated stages."""
+        return dataclasses.replace(self, rounds=tuple(map(tuple, rounds)), _made={})
 
 
 def assign(

@@ -1,69 +1,50 @@
-"""Plans whose stages have replicas on heterogeneous devices: n slow ranks feed m fast ones.
+"""Plans whose stages have replicas on heterogeneous devices: n slow replicas feed m fast ones.
 
 On a heterogeneous cluster, the split of the model and the number of devices of each kind for each
 stage are selected together (:mod:`fxpart.solver.replicated_chain`), and compared with the best plan
-with equal stages and the best that uses devices of one kind only.
+with equal stages and the best that uses devices of one kind only. A replica is one rank, or a mesh
+on devices of one host and kind: the requested one, or those of these best plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from fxpart import units
-from fxpart.codegen.generated_program import (
-    GeneratedProgram,
-    generate_program,
-    make_schedule,
-    replicate_program_stages,
-)
-from fxpart.compat.optimizer_choice import choose
+from fxpart.codegen.generated_program import GeneratedProgram
 from fxpart.errors import FxpartError
-from fxpart.plan.constraint_table import CONSTRAINTS
-from fxpart.plan.model import Certificate, Plan
+from fxpart.plan.constraint_table import CONSTRAINTS, DATA_AXES
+from fxpart.plan.model import Plan
+from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.families.schedule_selection import chooses_cuts, requested_schedules
-from fxpart.planner.mesh_plan import apply_constraints
-from fxpart.planner.plan_builder import make_plan, rank_prediction
+from fxpart.planner.mesh_plan import find_even_count, price_mesh
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prediction.schedule_change import find_overfull_ranks
-from fxpart.planner.prediction.stage_replicas import StageReplicas, plan_replicas
-from fxpart.planner.refinement import (
-    describe_measured_stages,
-    is_measured,
-    keys_of,
-    measured_whole,
-    plan_seconds,
-)
-from fxpart.planner.request import fixed_stages
+from fxpart.planner.refinement import is_measured, plan_seconds
+from fxpart.planner.replicated_plan_builder import ReplicatedPlanBuilder
+from fxpart.planner.request import fixed_stages, with_mesh
+from fxpart.planner.sharding_decision import ShardingAssumptions, shard_graph
+from fxpart.pricing.device_groups import group_devices
 from fxpart.pricing.device_limits import group_by_kind, named
-from fxpart.pricing.partition import price
-from fxpart.pricing.replicated_problem import is_heterogeneous, make_replicated_problem
-from fxpart.program.replicas import get_replica_rounds
+from fxpart.pricing.replicated_problem import (
+    is_heterogeneous,
+    list_replica_devices,
+    make_replicated_problem,
+)
 from fxpart.schedule.spec import SCHEDULES
 from fxpart.solver.joint.constraints.parse import PlanConstraint, parse_constraints
-from fxpart.solver.portfolio import status_of
-from fxpart.solver.problem import PartitionChoice, Solution
+from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.replicated_chain.dp import size_of, solve_replicated_chain
-from fxpart.solver.replicated_chain.objective import (
-    ReplicaGroupCost,
-    ReplicatedChainEvaluation,
-    evaluate,
-    evaluation_of,
-)
-from fxpart.solver.replicated_chain.problem import (
-    ReplicatedChainChoice,
-    ReplicatedChainProblem,
-    ReplicatedChainSolution,
-)
-from fxpart.solver.replicated_chain.round_robin import find_shortest_round
 
 if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
     from fxpart.planner.prepared_model import PreparedModel
+    from fxpart.planner.priced_mesh import PricedMesh
     from fxpart.planner.request import PlanRequest
 
 _EQUAL_STAGES = "equal stages"
@@ -81,18 +62,17 @@ def explain_equal_stages(request: PlanRequest) -> str | None:
     degrees or cuts, which replicated stages cannot satisfy.
     """
     requested = str(request.constraints.get("copies", "auto"))
-    free = request.open or (request.mesh.size == 1 and request.zero == 0)
-    stages = (
-        ("pp",) if fixed_stages(request.constraints) is not None else ()
-    )  # a fixed number of stages can be satisfied
+    # a fixed number of stages can be satisfied, and the ZeRO level of a fixed mesh
+    more = (
+        *(("pp",) if fixed_stages(request.constraints) is not None else ()),
+        *(() if request.open else ("zero",)),
+    )
     constraints = parse_constraints(request.constraints)
     if requested == "none":
         return "copies=none is requested"
     if request.mode != "sync":
         return f"the mode is {request.mode}"
-    if not free:
-        return "a stage has several ranks"
-    others = [one for one in constraints if not _is_satisfiable(one, (*_SATISFIABLE, *stages))]
+    others = [one for one in constraints if not _is_satisfiable(one, (*_SATISFIABLE, *more))]
     if others:
         texts = ", ".join(str(one).removeprefix("fix ") for one in others)
         return f"plans with replicas cannot satisfy {texts}"
@@ -122,36 +102,56 @@ def find_replicated_plan(front: PreparedModel, microbatches: int | None) -> Foun
         for name in requested_schedules(request)
         if chooses_cuts(name) and SCHEDULES[name].supports_replicas
     )
-    if not names:
+    width = request.mesh.size
+    devices = list_replica_devices(request.cluster, width)
+    if not names or not devices or (request.ranks or 0) % width:
         return None
-    problem, provenance = price(
-        front.graph,
-        front.captured,
-        request.cluster,
-        cost_model=request.cost_model,
-        batch_size=front.captured.batch_size,
-        microbatches=microbatches,
-        optimizer=request.optimizer,
-        schedules=names,
-        min_stages=request.stages[0] if fixed_stages(request.constraints) is not None else 1,
-        max_stages=request.stages[1],
-        transfer_dtype=request.transfer_dtype,
-        offload=request.offload,
-    )
-    base = apply_constraints(problem, request, None)
-    given, places = make_replicated_problem(
-        base, request.cluster, request.cost_model, request.ranks
-    )
+    mesh, base = _price_replicas(front, microbatches, devices, names)
+    cluster = group_devices(mesh.assignment.priced(request.cluster, width), width)
+    ranks = request.ranks and request.ranks // width
+    given, kinds = make_replicated_problem(base, cluster, request.cost_model, ranks)
     if size_of(given) > _MOST:
         return None
     limit = float(request.constraints.get("time_limit", 30.0)) / 2
     answer = solve_replicated_chain(given, time_limit=limit)
-    mine = _ReplicatedPlanBuilder(front, given, places, answer, provenance)
+    places = tuple(tuple(devices[index] for index in kind) for kind in kinds)
+    mine = ReplicatedPlanBuilder(front, given, places, answer, mesh)
     found = map(mine.plan, answer.candidates[:_SIMULATED])
     fitting = (one for one in found if not find_overfull_ranks(one[0]))
     if not is_measured(request.cost_model, request.cluster):
         return next(fitting, None)  # candidates are in the order of their step times
     return min(fitting, key=partial(_seconds, request), default=None)
+
+
+def _price_replicas(
+    front: PreparedModel,
+    microbatches: int | None,
+    devices: Sequence[tuple[int, ...]],
+    schedules: Sequence[str],
+) -> tuple[PricedMesh, PartitionProblem]:
+    """Return the mesh of a replica, and the problem of stages. devices: of every replica."""
+    request, assignment, sharded = front.request, StageAssignment(), None
+    if request.sharded:
+        order = tuple(device for one in devices for device in one)
+        assignment = StageAssignment(order=order, limit=len(devices))
+        # Placements are selected for equal microbatches, as for equal stages.
+        assumed = microbatches
+        if assumed is not None and front.captured.symbolic:
+            rows = front.captured.batch_size // request.mesh.count(*DATA_AXES)
+            assumed = find_even_count(rows, assumed)
+        sharded = shard_graph(
+            front.graph,
+            front.captured,
+            replace(request, cluster=assignment.priced(request.cluster, request.mesh.size)),
+            front.annotations,
+            ShardingAssumptions(assumed, request.stages[1]),
+            front.shardings,
+        )
+    return price_mesh(
+        request, front.captured, front.graph, front.info, microbatches, assignment, sharded,
+        schedules=schedules,
+        min_stages=request.stages[0] if fixed_stages(request.constraints) is not None else 1,
+    )  # fmt: skip
 
 
 def choose_fastest_plan(
@@ -170,21 +170,18 @@ def choose_fastest_plan(
     candidates: list[tuple[str, Found]] = []
     fault: FxpartError | None = None
     try:
-        candidates.append((_EQUAL_STAGES, find_equal_stages(front)))
+        candidates.append((_EQUAL_STAGES, find_equal_stages(_fill_ranks(front))))
     except FxpartError as caught:
         fault = caught
-    try:
-        replicated = find_replicated_plan(front, microbatches)
-    except FxpartError:
-        replicated = None  # the error of equal stages is raised if no plan is found
-    if replicated is not None:
-        candidates.append((_describe_replicas(replicated[0]), replicated))
+    candidates += _find_replicas(front, microbatches)
     for name, indices, part in _split_by_kind(request):
         try:
             made = find_equal_stages(replace(front, request=part))
         except FxpartError:
             continue
         candidates.append((f"{name} only", (_onto_cluster(made[0], request, indices), made[1])))
+    for fixed in _list_meshes(request, [plan for _, (plan, _) in candidates]):
+        candidates += _find_replicas(replace(front, request=fixed), microbatches)
     if not candidates:
         assert fault is not None, "equal stages were tried first"
         raise fault
@@ -202,157 +199,56 @@ def choose_fastest_plan(
     return with_reason, parts, name == _EQUAL_STAGES
 
 
+def _find_replicas(front: PreparedModel, microbatches: int | None) -> list[tuple[str, Found]]:
+    """Return the best plan with replicas and its description, if there is one."""
+    try:
+        found = find_replicated_plan(front, microbatches)
+    except FxpartError:
+        return []  # the error of equal stages is raised if no plan is found
+    return [] if found is None else [(_describe_replicas(found[0]), found)]
+
+
+def _list_meshes(request: PlanRequest, plans: Sequence[Plan]) -> list[PlanRequest]:
+    """Return the request on each mesh of these plans, if it leaves the mesh open.
+
+    Of experts over data-parallel ranks there are no replicas.
+    """
+    stages = fixed_stages(request.constraints)
+    meshes = {
+        (plan.sharding.mesh, plan.sharding.zero): None
+        for plan in plans
+        if request.open and plan.sharding and plan.stages[0].expert_parallel == 1
+    }
+    return [with_mesh(request, mesh, zero, stages) for mesh, zero in meshes]
+
+
+def _fill_ranks(front: PreparedModel) -> PreparedModel:
+    """Return the model with as many equal stages of a fixed mesh as the fixed ranks have."""
+    request = front.request
+    if request.open or request.ranks is None or fixed_stages(request.constraints) is not None:
+        return front
+    count = request.ranks // request.mesh.size
+    return replace(front, request=replace(request, stages=(count, count)))
+
+
 def _has_other_rank_count(found: Found, request: PlanRequest) -> bool:
     """Return whether another number of ranks is fixed, as by torchrun."""
     return request.ranks not in (None, found[0].world)
 
 
-@dataclass(frozen=True)
-class _ReplicatedPlanBuilder:
-    """Makes the plans of one solution. places: by device kind the cluster's devices."""
-
-    front: PreparedModel
-    problem: ReplicatedChainProblem
-    places: tuple[tuple[int, ...], ...]
-    answer: ReplicatedChainSolution
-    provenance: dict[str, str]
-
-    def plan(self, choice: ReplicatedChainChoice) -> Found:
-        """Return the plan and program of one choice."""
-        front, request, base = self.front, self.front.request, self.problem.base
-        found = evaluate(self.problem, choice)
-        chain = PartitionChoice(
-            variant=choice.variant, schedule=choice.schedule, starts=choice.starts
-        )
-        parts = generate_program(
-            front.captured, front.graph, None, choice.starts, request.seed, (),
-            request.transfer_dtype, microbatches=base.variants[choice.variant].microbatches,
-        )  # fmt: skip
-        count = base.variants[choice.variant].microbatches
-        plan = make_plan(
-            front.info,
-            request.cluster,
-            parts.spec,
-            make_schedule(parts.spec, choice.schedule, count),
-            base,
-            Solution(
-                status="best found", choice=chain, objective=found.seconds,
-                bound=self.answer.bound, solver=self.answer.solver,
-            ),
-            batch_size=front.captured.batch_size,
-            optimizer=choose(request.optimizer).name,
-            provenance=self.provenance,
-            constraints=request.constraints,
-        )  # fmt: skip
-        known, terms = self._with_measured_stages(choice, found, parts)
-        made = plan_replicas(plan, list(self._groups(known)), self.answer.bound)
-        sources = {**made.provenance, "choice": terms} if terms else made.provenance
-        made = self._with_certificate(
-            msgspec.structs.replace(made, provenance=sources), found, known
-        )
-        return made, replicate_program_stages(parts, get_replica_rounds(made))
-
-    def _with_measured_stages(
-        self,
-        choice: ReplicatedChainChoice,
-        found: ReplicatedChainEvaluation,
-        parts: GeneratedProgram,
-    ) -> tuple[ReplicatedChainEvaluation, str]:
-        """Return measured times for replicas of stages that were measured whole on their device.
-
-        And a description of which these are, where the cost model has such measurements.
-        """
-        request, base = self.front.request, self.problem.base
-        model = request.cost_model
-        if not is_measured(model, request.cluster):
-            return found, ""
-        variant = base.variants[choice.variant]
-        keys = keys_of(
-            self.front.captured, parts.spec, parts.sources, variant.microbatch_size,
-            request.optimizer,
-        )  # fmt: skip
-        groups, whole = [], []
-        for number, (group, key) in enumerate(zip(found.groups, keys, strict=True)):
-            costs = []
-            for replica, (kind, cost) in enumerate(zip(group.kinds, group.copies, strict=True)):
-                device = request.cluster.devices[self.places[kind][0]]
-                own = group.turns.count(replica)
-                known = measured_whole(cost, key, device, model, base, variant.microbatches, own)
-                costs.append(known or cost)
-            groups.append(group.with_costs(costs))
-            if all(cost is not before for cost, before in zip(costs, group.copies, strict=True)):
-                whole.append(number)
-        return evaluation_of(groups, found.faults), describe_measured_stages(whole, len(groups))
-
-    def _groups(self, found: ReplicatedChainEvaluation) -> Iterator[StageReplicas]:
-        """Yield each group's devices, in the cluster's order within a kind, and replica costs."""
-        free_devices = [list(devices) for devices in self.places]
-        for number, group in enumerate(found.groups):
-            devices = tuple(free_devices[kind].pop(0) for kind in group.kinds)
-            rows = []
-            for cost in group.copies:
-                row = rank_prediction(number, (), cost, None, self.problem.by_kind)
-                update = max(row.update, group.while_summing(cost))
-                rows.append(msgspec.structs.replace(row, sync_seconds=group.sums, update=update))
-            yield StageReplicas(devices, find_shortest_round(group.turns), tuple(rows))
-
-    def _with_certificate(
-        self, plan: Plan, found: ReplicatedChainEvaluation, known: ReplicatedChainEvaluation
-    ) -> Plan:
-        """Return the plan with the minimized objective and its certificate.
-
-        known: the evaluation with the measured times of whole stages.
-        """
-        bound = min(self.answer.bound, found.seconds)
-        status = status_of(found.seconds, bound)
-        assert status in ("optimal", "within gap", "best found"), "there is a choice"
-        kinds_ = ", ".join(f"{kind.devices} {kind.name}" for kind in self.problem.kinds)
-        gap = (found.seconds - bound) / found.seconds if found.seconds > 0 else 0.0
-        return msgspec.structs.replace(
-            plan,
-            prediction=msgspec.structs.replace(plan.prediction, step_seconds=known.seconds),
-            certificate=Certificate(
-                status=status,
-                objective=found.seconds,
-                lower_bound=bound,
-                gap=gap,
-                solver=self.answer.solver,
-                over=f"contiguous groups of these {len(self.problem.base.blocks)} blocks, each "
-                f"with replicas on any of {kinds_}, microbatches of "
-                f"{', '.join(str(v.microbatches) for v in self.problem.base.variants)}, schedules "
-                f"{', '.join(self.problem.base.schedules)}, costs by "
-                f"{self.provenance.get('compute', 'the cost model')}",
-            ),
-            provenance={**plan.provenance, "copies": _terms(self.problem, known.groups)},
-        )
-
-
-def _terms(problem: ReplicatedChainProblem, groups: Sequence[ReplicaGroupCost]) -> str:
-    """Describe the terms of the longest stage: c / n_c, g / n_g."""
-    terms = []
-    for group in groups:
-        each = []
-        for kind in dict.fromkeys(group.kinds):
-            one = group.copies[group.kinds.index(kind)]
-            count = group.kinds.count(kind)
-            each.append(f"{units.seconds(one.seconds)} / {count} {problem.kinds[kind].name}")
-        terms.append(f"{' with '.join(each)} = {units.seconds(group.pace)}")
-    return "time per microbatch over replicas: " + ", ".join(terms)
-
-
 def _split_by_kind(request: PlanRequest) -> Iterator[tuple[str, tuple[int, ...], PlanRequest]]:
     """Yield requests for the devices of each kind alone."""
-    cluster = request.cluster
+    cluster, width = request.cluster, request.mesh.size
     types = group_by_kind(cluster)[1]
     members: dict[tuple[int, int], list[int]] = {}
     for index, (type_, device) in enumerate(zip(types, cluster.devices, strict=True)):
         members.setdefault((type_, device.memory), []).append(index)
     for devices in members.values() if len(members) > 1 else ():
-        if request.ranks is not None and len(devices) < request.ranks:
+        if len(devices) < max(width, request.ranks or 0):
             continue
         part = cluster.part(devices)
         requested = fixed_stages(request.constraints) is not None
-        stages = request.stages if requested else (1, len(devices))
+        stages = request.stages if requested else (1, len(devices) // width)
         name = f"{len(devices)} {named(cluster.devices[devices[0]])}"
         costs = request.cost_model.for_part(part)
         yield name, tuple(devices), replace(request, cluster=part, stages=stages, cost_model=costs)
@@ -379,7 +275,7 @@ def _describe_replicas(plan: Plan) -> str:
     counts = [groups.get(first, 1) for first in plan.firsts]
     return (
         f"{' + '.join(map(str, counts))} replicas" if plan.replicas else "a chain of single ranks"
-    )
+    ) + (f" of {plan.sharding.mesh}" if plan.sharding and plan.replicas else "")
 
 
 class ReplicatedStagesFamily:

@@ -21,9 +21,9 @@ from fxpart.planner.prediction.schedule_change import predict_schedule, with_in_
 class StageReplicas:
     """Replicas of one stage.
 
-    devices: indices of the cluster's devices, one per replica. turns: positions in ``devices`` in
-    the order in which microbatches are routed; each occurs at least once. rows: the prediction of
-    each replica, by position; ``ranks``, ``stage`` and ``microbatches`` are filled in.
+    devices: indices of the cluster's devices, those of each replica in the order of its mesh ranks.
+    turns: replicas in the order in which microbatches are routed; each occurs at least once. rows:
+    the prediction of each replica; ``ranks``, ``stage`` and ``microbatches`` are filled in.
     """
 
     devices: tuple[int, ...]
@@ -34,7 +34,7 @@ class StageReplicas:
 def plan_replicas(plan: Plan, groups: Sequence[StageReplicas], bound: float) -> Plan:
     """Return the plan with each stage on the devices of its group, predicted by simulation.
 
-    plan: with stages of one rank, without replicas, with the schedule gpipe or 1f1b; its
+    plan: with stages of one rank or mesh, without replicas, with the schedule gpipe or 1f1b; its
     microbatches are unchanged. groups: one per stage. bound: lower bound of the step time for any
     such plan. The plan may not fit its devices: see
     :func:`fxpart.planner.prediction.schedule_change.find_overfull_ranks`.
@@ -45,19 +45,20 @@ def plan_replicas(plan: Plan, groups: Sequence[StageReplicas], bound: float) -> 
     rows: list[RankPrediction] = []
     rounds: list[tuple[int, ...]] = []
     units: list[tuple[int, ...]] = []
+    width = len(plan.stages[0].ranks)
     for base, group in zip(plan.stages, groups, strict=True):
-        first, count = len(stages), len(group.devices)
+        first, count = len(stages), len(group.devices) // width
         units.append(tuple(range(first, first + count)))
         if count > 1:
             rounds.append(_renumbered(first, group.turns))
         order = tuple(dict.fromkeys(group.turns))
         for place, which in enumerate(order):
-            device = group.devices[which]
-            kind = plan.cluster.devices[device].model
+            devices = group.devices[which * width : (which + 1) * width]
+            kind = plan.cluster.devices[devices[0]].model
             microbatches = sum(
                 group.turns[m % len(group.turns)] == which for m in range(plan.microbatches)
             )
-            ranks = (rank_of[device],)
+            ranks = tuple(rank_of[device] for device in devices)
             stages.append(
                 msgspec.structs.replace(base, index=first + place, ranks=ranks, device=kind)
             )
@@ -72,7 +73,7 @@ def plan_replicas(plan: Plan, groups: Sequence[StageReplicas], bound: float) -> 
     )
     made = msgspec.structs.replace(
         plan,
-        mesh={"pipeline": len(groups)} if rounds else plan.mesh,
+        mesh={"pipeline": len(groups)} if rounds and plan.sharding is None else plan.mesh,
         stages=tuple(stages),
         edges=edges,
         replicas=tuple(rounds),

@@ -15,7 +15,8 @@ def send_tied_gradients(state: ModelState, shards: OptimizerShards) -> None:
     """Send the owner's total gradient of each tied parameter to its other copies.
 
     The sums are computed during the backward passes
-    (:mod:`fxpart.runtime.gradients.tied_parameters`). Each mesh rank sends within its own pipeline.
+    (:mod:`fxpart.runtime.gradients.tied_parameters`); for programs with replicas see
+    :mod:`fxpart.runtime.gradients.stage_replicas`. Each mesh rank sends within its own pipeline.
     """
     for name, entry in find_tied_entries(state):
         if name in shards.rows:

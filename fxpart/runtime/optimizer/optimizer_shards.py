@@ -58,6 +58,7 @@ class OptimizerShards:
         sharding = state.mesh_ranks[0].spec.sharding
         self.zero = 0 if sharding is None or meshes is None else sharding.zero
         self._zero_axis = sharding.zero_axis if sharding is not None and self.zero else ""
+        self._replicas = bool(state.mesh_ranks[0].spec.replicas)
         self._shards: dict[int, nn.Parameter] = {}
         for name, entry in state.entries.items():
             if self.axis(name):
@@ -100,6 +101,10 @@ class OptimizerShards:
         """Return the tensor that an optimizer has for a parameter, and has state for."""
         found = self.of(parameter)
         return found if self.host is None else self.host.of(found)
+
+    def accumulating(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that has a parameter's gradient before :meth:`finish`."""
+        return self.of(parameter) if self.zero == 2 else parameter
 
     def cut(self) -> list[str]:
         """Return parameters of which an optimizer of this process owns only a part."""
@@ -191,7 +196,7 @@ class OptimizerShards:
 
         Most are sent during the backward; tied gradients are complete only now.
         """
-        self._scatter(mesh_rank, stage, list(self._iterate_owned(mesh_rank, stage)))
+        self._scatter(mesh_rank, stage, list(self._iterate_reduced(mesh_rank, stage)))
 
     def collect(self, mesh_rank: MeshRank) -> None:
         """ZeRO-2: the same for late tied gradients at the end of a step."""
@@ -212,9 +217,9 @@ class OptimizerShards:
             parameter.grad = self.of(parameter).grad = None
 
     def finish(self, mesh_rank: MeshRank) -> None:
-        """Complete the reductions over mesh ranks of all gradients of the owners."""
+        """Complete the reductions over mesh ranks of all gradients of owners and of replicas."""
         for stage in sorted(mesh_rank.modules):
-            mine = list(self._iterate_owned(mesh_rank.index, stage))
+            mine = list(self._iterate_reduced(mesh_rank.index, stage))
             done = self._finish_reducer(mesh_rank.index, stage)
             self._scatter(mesh_rank.index, stage, mine)
             self.rows.finish(mesh_rank, stage)
@@ -326,7 +331,7 @@ class OptimizerShards:
             entry = self._state.entries[state.name]
             mesh = self._meshes.mesh
             axes = tuple(a for a in entry.partial if mesh.shape[mesh.index(a)] > 1)
-            if not (axes and entry.trainable and len(entry.stages) == 1):
+            if not (axes and entry.trainable and (self._replicas or len(entry.stages) == 1)):
                 continue
             if state.name in self.rows:
                 continue
@@ -344,6 +349,20 @@ class OptimizerShards:
     ) -> Iterator[tuple[str, StateEntry, torch.Tensor]]:
         for name, entry in self._state.entries.items():
             if entry.trainable and entry.spec.owner == stage and (stage, mesh_rank) in entry.copies:
+                yield name, entry, entry.copies[stage, mesh_rank]
+
+    def _iterate_reduced(
+        self, mesh_rank: int, stage: int
+    ) -> Iterator[tuple[str, StateEntry, torch.Tensor]]:
+        """Yield the parameters whose gradients the stage reduces over its own mesh ranks.
+
+        Those that it owns; in a program with replicas all, which the owner then adds.
+        """
+        if not self._replicas:
+            yield from self._iterate_owned(mesh_rank, stage)
+            return
+        for name, entry in self._state.entries.items():
+            if entry.trainable and (stage, mesh_rank) in entry.copies:
                 yield name, entry, entry.copies[stage, mesh_rank]
 
     def _get_partial_axes(self, name: str, entry: StateEntry) -> tuple[str, ...]:
@@ -380,7 +399,9 @@ class OptimizerShards:
         """ZeRO-2: send a gradient as soon as a backward has computed it."""
         for name, entry in self._state.entries.items():
             axes = self.axis(name)
-            if not axes or len(entry.stages) > 1 or not {*parse_axes(axes)} <= {*entry.partial}:
+            if not axes or not {*parse_axes(axes)} <= {*entry.partial}:
+                continue
+            if len(entry.stages) > 1 and not self._replicas:
                 continue
             if name in self.rows:
                 continue
