@@ -182,9 +182,9 @@ def test_learning_rate_schedules_change_all_lanes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "options"), [("dp=2", {}), ("tp=2", {}), REPLICAS[0]])
-def test_gloo_trains_like_one_process(pool: Pool, mesh: str, options: dict[str, Any]) -> None:
-    for found in pool.run(train, mesh, options, ranks=ranks_of(mesh, options)):
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
+def test_gloo_trains_like_one_process(pool: Pool, mesh: str) -> None:
+    for found in pool.run(train, mesh, {}, ranks=4):
         for mine, expected in zip(found, one_process(), strict=True):
             assert_close(mine, expected)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 SUPPORT = TESTS / "support"
-FIRST, MOST = 4, 6  # processes: started together, and in all where a test needs more
+MOST = 4
 GRACE = 15.0  # seconds that the other ranks get once one of them has failed
 _PR_SET_PDEATHSIG = 1
 
@@ -42,7 +42,7 @@ class _Child:
 
 
 class Pool:
-    """Four processes, or up to six, started when first needed and kept until :meth:`close`."""
+    """At most four processes, started when first needed and kept until :meth:`close`."""
 
     def __init__(self) -> None:
         self._children: list[_Child] = []
@@ -54,8 +54,8 @@ class Pool:
         self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 60.0
     ) -> list[Any]:
         """Call ``function(*args)`` on every rank; raises RankError, and restarts a hung pool."""
-        assert 1 <= ranks <= MOST, f"the pool has at most {MOST} processes"
-        self._start(ranks)
+        assert 1 <= ranks <= MOST, "the pool has four processes"
+        self._start()
         self._runs += 1
         place = (function.__code__.co_filename, function.__qualname__)
         children = self._children[:ranks]
@@ -103,16 +103,12 @@ class Pool:
                     end = min(end, time.monotonic() + GRACE)
         return answers
 
-    def _start(self, ranks: int = FIRST) -> None:
+    def _start(self) -> None:
         """Start what is missing: everything, if any process has ended."""
         if any(child.process.poll() is not None for child in self._children):
             self.close()
-        if not self._children:
-            self._open_store()
-        missing = max(FIRST, ranks) - len(self._children)
-        self._children += [self._spawn() for _ in range(missing)]
-
-    def _open_store(self) -> None:
+        if self._children:
+            return
         from torch.distributed import TCPStore
 
         listener = socket.socket()
@@ -127,6 +123,7 @@ class Pool:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+        self._children = [self._spawn() for _ in range(MOST)]
 
     def _spawn(self) -> _Child:
         mine, theirs = connection.Pipe()
