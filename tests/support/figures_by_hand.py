@@ -9,7 +9,7 @@ FILL = {"gpipe": (1.0, 1.0), "1f1b": (1.0, 1.0), "zb-h1": (1 / 3, 2 / 3), "async
 MEMORY = (
     "weights", "gradients", "optimizer", "activations", "buffers", "transfers", "copies", "sums",
 )  # fmt: skip
-PROCESS = ("process", "allocator", "resident")
+PROCESS = ("process", "allocator", "resident", "host")
 
 
 def ranks_of(text: str) -> list[int]:
@@ -63,6 +63,7 @@ def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
             **{key: fullest[key] for key in ("stage", "ranks", "total", "limit", "free")},
             "used": max(used), "parts": fullest["memory"], "workspace": entry["workspace"],
             **{key: fullest[key] for key in ("in_flight", *PROCESS)},
+            "host": max(r["host"] for r in rows), "offload": raw.get("offload", "none"),
         },
         "binding": [o for o in others if (o["unfit_slower"] or 0) < 0],
         "next_best": min(fitting, key=lambda o: o["closed_form_seconds"], default=None),
@@ -159,7 +160,7 @@ def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> di
         ),
         "memory": entry["memory"], "total": total, "limit": entry["memory_limit"],
         "free": entry["memory_limit"] - total,
-        **{name: entry[name] for name in ("in_flight", "process", "allocator")},
+        **{name: entry.get(name, 0) for name in ("in_flight", "process", "allocator", "host")},
         "resident": resident(entry, total),
     }  # fmt: skip
 
