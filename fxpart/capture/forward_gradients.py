@@ -9,8 +9,8 @@ of differential equations.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,13 +34,16 @@ _LIBRARY.impl(
 _CALL = torch.ops.fxpart.gradient.default
 _DETACH = torch.ops.aten.detach.default
 _ITEMS = (operator.getitem,)
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 
 
 class _GradientCalls(TorchFunctionMode):
-    """Replaces calls of torch.autograd.grad by the op."""
+    """Replaces calls of torch.autograd.grad by the op; raises FXP108 for other backwards."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace one call; others run as they are."""
+        if func in _BACKWARDS:
+            raise _untraceable("backward() in forward", "it writes gradients into tensors")
         if func is not torch.autograd.grad:
             return func(*args, **(kwargs or {}))
         return _record(*args, **(kwargs or {}))
@@ -59,7 +62,7 @@ def _record(
 ) -> tuple[torch.Tensor, ...]:
     """Record a call with the arguments of torch.autograd.grad."""
     if is_grads_batched:
-        raise NotImplementedError("torch.autograd.grad(is_grads_batched=True) in forward")
+        raise _untraceable("torch.autograd.grad(is_grads_batched=True)", "it is a vmap")
     of, over = _listed(outputs), _listed(inputs)
     given = [None] * len(of) if grad_outputs is None else _listed(grad_outputs)
     weights = [torch.ones_like(o) if w is None else w for o, w in zip(of, given, strict=True)]
@@ -71,11 +74,9 @@ def _listed(given: Any) -> list[Any]:
     return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
-@contextmanager
-def gradients_recorded() -> Iterator[None]:
+def gradients_recorded() -> AbstractContextManager[Any]:
     """Keep each call of torch.autograd.grad in a trace, for :func:`expand_gradients`."""
-    with _GradientCalls():
-        yield
+    return _GradientCalls()
 
 
 def expand_gradients(graph: fx.Graph, regions: Iterable[fx.GraphModule]) -> None:
@@ -89,9 +90,14 @@ def expand_gradients(graph: fx.Graph, regions: Iterable[fx.GraphModule]) -> None
         if node.target is _CALL:
             _Expansion(graph, node).run()
     for region in regions:
-        for node in region.graph.nodes:
-            if node.target is _CALL:
-                raise _refused(node, "it is inside of a torch.autocast or torch.no_grad region")
+        refuse_gradients(region.graph, "it is inside of a torch.autocast or torch.no_grad region")
+
+
+def refuse_gradients(graph: fx.Graph, why: str) -> None:
+    """Raise FXP108 for a recorded call."""
+    for node in graph.nodes:
+        if node.target is _CALL:
+            raise _refused(node, why)
 
 
 class _Expansion:
@@ -101,21 +107,22 @@ class _Expansion:
         """Find the nodes between."""
         self.graph, self.call = graph, call
         self.outputs, self.inputs, self.weights = (list(group) for group in call.args)  # type: ignore[arg-type]
-        reached: set[fx.Node] = set(self.inputs)
+        dependent: set[fx.Node] = set()  # on an input
         for node in graph.nodes:
             if node is call:
                 break
-            if any(source in reached for source in node.all_input_nodes):
-                reached.add(node)
-        needed, todo = set[fx.Node](), list(self.outputs)
+            if any(s in dependent or s in self.inputs for s in node.all_input_nodes):
+                dependent.add(node)
+        self.starts = [node for node in self.inputs if node not in dependent]
+        needed, todo = set[fx.Node](), [*self.outputs, *self.inputs]
         while todo:
             node = todo.pop()
-            if node in reached and node not in needed and node not in self.inputs:
+            if node in dependent and node not in needed:
                 needed.add(node)
                 todo += node.all_input_nodes
         self.between = [node for node in graph.nodes if node in needed]
         used = {source for node in self.between for source in node.all_input_nodes}
-        others = {*used, *self.outputs, *self.weights} - needed - {*self.inputs}
+        others = {*used, *self.outputs, *self.weights} - needed - {*self.starts}
         self.given = [node for node in graph.nodes if node in others]
 
     def run(self) -> None:
@@ -128,7 +135,7 @@ class _Expansion:
             if is_op(node.target) and node.target._schema.is_mutable:
                 raise self._refused(f"{node.target} writes a tensor in place")
         mode = fake_mode(self.graph)
-        values = [value(node) for node in (*self.inputs, *self.given)]
+        values = [value(node) for node in (*self.starts, *self.given)]
         try:
             with mode:
                 traced = record_operations(self._differentiate, *values, below_autograd=True)
@@ -145,16 +152,16 @@ class _Expansion:
     def _differentiate(self, *values: torch.Tensor) -> tuple[list[Any], list[Any]]:
         """Return the gradients, and the values of the nodes between."""
         with torch.enable_grad():
-            count = len(self.inputs)
+            count = len(self.starts)
             known: dict[fx.Node, Any] = dict(zip(self.given, values[count:], strict=True))
             starts = [tensor.detach().requires_grad_() for tensor in values[:count]]
-            known |= dict(zip(self.inputs, starts, strict=True))
+            known |= dict(zip(self.starts, starts, strict=True))
             for node in self.between:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
                 known[node] = node.target(*args, **kwargs)
             found = torch.autograd.grad(
                 [known[node] for node in self.outputs],
-                starts,
+                [known[node] for node in self.inputs],
                 [known[node] for node in self.weights],
                 create_graph=True,  # with formulas that have derivatives themselves
                 allow_unused=True,
@@ -168,7 +175,7 @@ class _Expansion:
         returned: Any = traced.graph.output_node().args[0]
         gradients, between = returned
         env = dict(
-            zip(traced.graph.find_nodes(op="placeholder"), (*self.inputs, *self.given), strict=True)
+            zip(traced.graph.find_nodes(op="placeholder"), (*self.starts, *self.given), strict=True)
         )
         env |= {
             made: node
@@ -220,11 +227,15 @@ class _Expansion:
 
 
 def _refused(call: fx.Node, why: str) -> FxpartError:
+    return _untraceable(source_line(call.meta.get("stack_trace")) or call.name, why)
+
+
+def _untraceable(where: str, why: str) -> FxpartError:
     return error(
         "FXP108",
-        where=source_line(call.meta.get("stack_trace")) or call.name,
+        where=where,
         why=f"the gradient that forward computes cannot be traced: {why}",
-        fix="compute it with differentiable torch operations",
+        fix="use torch.autograd.grad(..., create_graph=True) or differentiable torch operations",
     )
 
 

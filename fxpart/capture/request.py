@@ -30,6 +30,7 @@ from fxpart.capture.fake_tensors import (
     replace_with_fakes,
 )
 from fxpart.capture.flat_batch import FlatBatch, look_up, unflatten_batch
+from fxpart.capture.forward_gradients import gradients_recorded, refuse_gradients
 from fxpart.capture.fx_trace import name_state, symbolic_trace
 from fxpart.capture.layer_replay import LayerReplay
 from fxpart.capture.model_outputs import Form
@@ -122,8 +123,9 @@ def _run(request: CaptureRequest) -> CapturedModel:
         def attempt(way: TraceMethod) -> UnliftedGraph:
             tensors = request.resized(max(size, 2) if way.symbolic else size)
             if way.method == "symbolic-trace":
-                with python.unchanged():
+                with python.unchanged(), gradients_recorded():
                     traced = symbolic_trace(whole, tensors)
+                refuse_gradients(traced.graph, "torch.export cannot trace the model")
                 return name_state(traced, request.names, state, prefix)
             if mode is not None:
                 tensors = [make_fake(mode, t) for t in tensors]

@@ -13,10 +13,7 @@ from fxpart.compat import storage_address
 from fxpart.compiler.effects import state_written
 from fxpart.errors import FxpartError, Problem
 
-_CONSTANT = (
-    "; the second is no parameter or buffer, but a value that forward reads from .data or a plain "
-    "attribute, or for a gradient that it computes itself (torch.autograd.grad)"
-)
+_CONSTANT = "; {} is a value that forward reads from .data or a plain attribute"
 
 
 def refuse_shared_memory(
@@ -42,7 +39,7 @@ def refuse_shared_memory(
             "FXP113",
             f"{first}, {second}",
             "they are two tensors in the same memory, so that a change of one changes the other"
-            + (_CONSTANT if {first, second} & constants else ""),
+            + "".join(map(_CONSTANT.format, sorted({first, second} & constants))),
             "use one Parameter or buffer for both, or compute one from the other in forward",
         )
         for first, second in _list_overlaps(found)

@@ -54,24 +54,27 @@ def host_memory(plan: Plan) -> Faults:
             if 0 <= index < len(plan.cluster.devices):
                 device = plan.cluster.devices[index]
                 needed[device.host] += entry.host if device.kind != "cpu" else 0
+    limits = _list_host_memory(plan.cluster) if needed else Counter()
     for host, size in sorted(needed.items()):
-        limit = _get_host_memory(plan.cluster, host)
-        if size > limit:
+        if size > (limit := limits[host]):
             yield (
                 "prediction.ranks",
                 f"offload={plan.offload} needs {size} bytes on {host}, which has {limit}",
             )
 
 
-def _get_host_memory(cluster: Cluster, host: str) -> int:
-    """Return a host's memory in bytes: as stated, else twice that of its devices.
+def _list_host_memory(cluster: Cluster) -> Counter[str]:
+    """Return the memory of each host in bytes: as stated, else twice that of its devices.
 
     A DGX H100 and a DGX A100 have 2 TB, and 640 GB on their devices.
     """
+    found: Counter[str] = Counter()
+    for device in cluster.devices:
+        found[device.host] += 2 * device.memory
     for known in () if cluster.hosts is msgspec.UNSET else cluster.hosts:
-        if known.name == host and known.memory is not msgspec.UNSET:
-            return known.memory
-    return 2 * sum(device.memory for device in cluster.devices if device.host == host)
+        if known.memory is not msgspec.UNSET:
+            found[known.name] = known.memory
+    return found
 
 
 def _hosts(plan: Plan, stage_of: dict[int, int]) -> Faults:

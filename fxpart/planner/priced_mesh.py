@@ -71,6 +71,12 @@ class PricedMesh:
         field(default_factory=dict)
     )
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The sources of prices and placements."""
+        placed = {} if self.sharded is None else {"placements": self.sharded.provenance}
+        return {**self.provenance, **placed}
+
     def plan(
         self,
         made: StagePartition,
@@ -86,9 +92,6 @@ class PricedMesh:
         count = problem.variants[choice.variant].microbatches
         known = evaluation or made.evaluation or evaluate(problem, choice)
         parts = self.parts(choice, made.order, count, _list_recomputing(known))
-        provenance = dict(self.provenance)
-        if self.sharded is not None:
-            provenance["placements"] = self.sharded.provenance
         plan = make_plan(
             self.info,
             request.cluster,
@@ -98,7 +101,7 @@ class PricedMesh:
             solution,
             batch_size=self.captured.batch_size,
             optimizer=choose(request.optimizer).name,
-            provenance=provenance,
+            provenance=self.sources,
             constraints=request.constraints,
             shared=self.summarize_sharding(made.order),
             order=self.assignment.order or (),

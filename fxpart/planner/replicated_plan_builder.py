@@ -67,9 +67,6 @@ class ReplicatedPlanBuilder:
         )
         count = base.variants[choice.variant].microbatches
         parts = self.mesh.parts(chain, microbatches=count)
-        provenance = dict(self.mesh.provenance)
-        if self.mesh.sharded is not None:
-            provenance["placements"] = self.mesh.sharded.provenance
         plan = make_plan(
             front.info,
             request.cluster,
@@ -82,7 +79,7 @@ class ReplicatedPlanBuilder:
             ),
             batch_size=front.captured.batch_size,
             optimizer=choose(request.optimizer).name,
-            provenance=provenance,
+            provenance=self.mesh.sources,
             constraints=request.constraints,
             shared=self.mesh.summarize_sharding(),
             order=self.mesh.assignment.order or (),

@@ -239,14 +239,10 @@ class TrainerBase(OptimizerOwner):
         wanted = self.options.compile_stages
         if not get_compile_backend(wanted):
             return None
-        recompute = self.options.recomputes(len(self.spec.stages))
+        again, devices = self.options.recomputes(len(self.spec.stages)), [*self._devices.values()]
         return agree(
             self._transport, "compiled stages",
-            lambda: (
-                compile_stages(
-                    wanted, self._mesh_ranks, [*self._devices.values()], recompute=recompute
-                ), "",
-            ),
+            lambda: (compile_stages(wanted, self._mesh_ranks, devices, recompute=again), ""),
         )  # fmt: skip
 
     def _record_graphs(self, splits: bool) -> None:

@@ -24,6 +24,7 @@ from fxpart.sharding import Mesh, Shard
 
 from ..propagation.axis_rules import AxisRule, GraphRules
 from ..rules import operands
+from ..rules.pointwise import is_pointwise
 from .loss_ops import LossOp, loss_of
 from .transfer_function import TransferCall, place_of, transfer
 from .value_kinds import FIXED, MEAN, BatchRelation, ValueKind, make_coupled_kind, rows
@@ -260,6 +261,8 @@ class _ObjectiveAnalyzer:
             return (MEAN if mean else make_coupled_kind(node),) * count
         if sized and name in _ARITHMETIC:
             return self._with_size(node, name, known, sized, count)
+        if (sized or node.name in self.numbers) and is_pointwise(op_of(node)):
+            return (make_coupled_kind(node),) * count  # its elements depend on the batch size
         ruled = self.rules.of(node)
         made = transfer(
             TransferCall(node, name, given, known, ruled, count, self._scales, self.accept)

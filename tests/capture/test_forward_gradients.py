@@ -47,6 +47,21 @@ class Forces(nn.Module):
         return F.mse_loss(-grad(energy, places, create_graph=True)[0], forces)
 
 
+class Both(nn.Module):
+    """By an input, and by a value that depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(7, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        hidden = torch.tanh(self.inner(x))
+        value = self.outer(torch.cat([x, hidden], 1)).sin()
+        of_x, of_hidden = grad(value.sum(), (x, hidden), create_graph=True)
+        return (of_x - y).square().mean() + of_hidden.square().mean()
+
+
 class InnerStep(nn.Module):
     """A step on a weight inside of forward."""
 
@@ -78,7 +93,13 @@ class Weighed(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [(Equation, (6, 1)), (Forces, (4, 3, 3)), (InnerStep, (6, 3)), (Weighed, (6, 3))],
+    [
+        (Equation, (6, 1)),
+        (Forces, (4, 3, 3)),
+        (InnerStep, (6, 3)),
+        (Both, (6, 3)),
+        (Weighed, (6, 3)),
+    ],
 )
 def test_they_have_gradients(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -131,3 +152,29 @@ def test_gradients_under_autocast_are_refused() -> None:
     with pytest.raises(FxpartError, match="inside of a torch.autocast") as caught:
         capture(InnerStep(), batch, precision="bf16")
     assert caught.value.code == "FXP108"
+
+
+class Backward(InnerStep):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        self.inner(x).sum().backward()
+        return F.mse_loss(self.outer(torch.tanh(self.inner(x + x.grad))), y)
+
+
+class Batched(InnerStep):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x, given = x.requires_grad_(), torch.eye(8)
+        found = grad(
+            self.inner(x).tanh().sum(0), x, given, create_graph=True, is_grads_batched=True
+        )
+        return F.mse_loss(self.outer(torch.tanh(self.inner(x))), y) + found[0].square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"), [(Backward, "backward() in forward"), (Batched, "is_grads_batched")]
+)
+def test_other_backwards_are_refused(kind: type[nn.Module], where: str) -> None:
+    """No other tracer records their values as constants."""
+    with pytest.raises(FxpartError) as caught:
+        capture(kind(), (torch.randn(6, 3), torch.randn(6, 3)))
+    assert caught.value.code == "FXP108" and where in caught.value.problems[0].where

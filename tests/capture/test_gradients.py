@@ -123,7 +123,7 @@ def test_backwards_of_their_own_that_differ_are_called() -> None:
 
 
 def test_one_that_is_kept_trains_without_the_model(tmp_path: Path) -> None:
-    """In stages of a sharded batch; the exported program imports the class."""
+    """In stages of a sharded batch, and from an exported program."""
     torch.manual_seed(0)
     model, batch = Uses(Round.apply), (torch.randn(4, 4), torch.randn(4, 4))
     model.drop = nn.Identity()
@@ -151,6 +151,36 @@ def test_one_that_is_kept_trains_without_the_model(tmp_path: Path) -> None:
             assert float(two.step(batch)) == pytest.approx(float(loss), rel=1e-5)
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_a_function_is_imported_where_its_op_is_unknown() -> None:
+    found = load(f"{__name__}:Round", "(Tensor a0) -> Tensor", "of another process", pointwise=True)
+    x = torch.tensor([0.4, 1.6], requires_grad=True)
+    found(x).sum().backward()
+    assert torch.equal(found(x), x.round()) and torch.equal(x.grad, torch.ones(2))
+
+
+class Halves(torch.autograd.Function):
+    """Its backward depends on a number, and its forward does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.rows = rows
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return 3 * grad / ctx.rows, None
+
+
+def test_a_number_of_rows_couples_them() -> None:
+    model = Uses(lambda x: Halves.apply(x, x.shape[0]))
+    batch = (torch.randn(4, 4), torch.randn(4, 4))
+    with pytest.raises(FxpartError, match="Halves_.* combines rows") as caught:
+        fxpart.compile(
+            model, "local:1", example_inputs=batch, loss=nn.functional.mse_loss, microbatches=2
+        )
+    assert caught.value.code == "FXP114"
 
 
 def test_a_function_that_cannot_be_imported() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar
 
@@ -74,6 +75,40 @@ def test_own_backward() -> None:
     x = torch.ones(2, requires_grad=True)
     assert compat.own_backward(Same.apply(x).grad_fn) is Same
     assert compat.own_backward((x * 2).grad_fn) is None
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+def test_intercepted_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also bound methods from before; without the class that they share, none."""
+    stored, x = Tripled.apply, torch.ones(2)
+    with compat.intercept_functions(lambda kind, args: (kind, *args)):
+        assert stored(x) == (Tripled, x)
+    with compat.intercept_functions(lambda kind, args: NotImplemented):
+        assert torch.equal(stored(x), 3 * x)
+    assert torch.equal(stored(x), 3 * x)
+    with ExitStack() as stack:
+        with monkeypatch.context() as without:
+            without.delattr(torch.autograd.function, "_SingleLevelFunction")
+            stack.enter_context(compat.intercept_functions(lambda kind, args: None))
+        assert torch.equal(stored(x), 3 * x)
+
+
+def test_storage_references() -> None:
+    tensor = torch.ones(4)
+    reference = compat.StorageReference(tensor.untyped_storage())
+    assert reference.is_of(tensor[2:].untyped_storage())
+    assert not reference.is_of(torch.ones(4).untyped_storage())
+    del tensor
+    assert not reference.is_of(torch.ones(4).untyped_storage())
 
 
 @pytest.mark.slow

@@ -27,8 +27,9 @@ from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prediction.schedule_change import find_overfull_ranks
 from fxpart.planner.refinement import is_measured, plan_seconds
 from fxpart.planner.replicated_plan_builder import ReplicatedPlanBuilder
-from fxpart.planner.request import fixed_stages, with_mesh
+from fxpart.planner.request import with_mesh
 from fxpart.planner.sharding_decision import ShardingAssumptions, shard_graph
+from fxpart.planner.stage_bounds import fixed_stages
 from fxpart.pricing.device_groups import group_devices
 from fxpart.pricing.device_limits import group_by_kind, named
 from fxpart.pricing.replicated_problem import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -38,8 +38,21 @@ def run_in_buckets(sizes: Sequence[int], start: Callable[[slice], BucketedCollec
         sent.popleft().wait()
 
 
-def all_reduce(mesh: Communicator, axes: tuple[str, ...], tensors: list[torch.Tensor]) -> None:
-    """All-reduce tensors in place."""
+def all_reduce(
+    mesh: Communicator, gradients: Iterable[tuple[tuple[str, ...], torch.Tensor]]
+) -> None:
+    """All-reduce gradients in place over their axes, in buckets of the same axes."""
+    groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for axes, gradient in gradients:
+        if axes:
+            groups.setdefault(axes, []).append(gradient)
+    for axes, tensors in groups.items():
+        _all_reduce_along(mesh, axes, tensors)
+
+
+def _all_reduce_along(
+    mesh: Communicator, axes: tuple[str, ...], tensors: list[torch.Tensor]
+) -> None:
     run_in_buckets([t.nbytes for t in tensors], lambda these: start_sum(mesh, tensors[these], axes))
 
 

@@ -8,7 +8,7 @@ buckets, because torch rounds each pinned allocation up to a power of two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,30 @@ class HostParameters:
         self._by_tensor = {id(copy.tensor): copy.host for copy in self._copies}
         self._devices = {t.device for t in tensors if is_accelerator(t.device)}
         self._seen: list[tuple[int, int]] = []  # Memory and writes of each parameter; [] to copy.
+
+    @classmethod
+    def of_optimizers(
+        cls,
+        optimizers: Collection[torch.optim.Optimizer],
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> HostParameters:
+        """Replace the optimizers' tensors and their state by copies on the host.
+
+        pairs: of all parameters of this process, as for the constructor.
+        """
+        groups = [group for each in optimizers for group in each.param_groups]
+        owned = {id(p) for group in groups for p in group["params"]}
+        made = cls([pair for pair in pairs if id(pair[1]) in owned])
+        for optimizer in optimizers:
+            made.move(optimizer)
+            for group in optimizer.param_groups:
+                moved = [(p, made.of(p)) for p in group["params"]]
+                group["params"] = [host for _, host in moved]
+                for p, host in moved:
+                    if p in optimizer.state:
+                        found = optimizer.state.pop(p)
+                        optimizer.state[host] = {k: move_to_host(v) for k, v in found.items()}
+        return made
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the host's copy of a tensor, or the tensor itself if it has none."""

@@ -32,7 +32,7 @@ from fxpart.runtime.gradients.reduce_scatter import (
 from fxpart.runtime.gradients.reducer import ReductionQueue, StageGradientReducer
 from fxpart.runtime.mesh.communicators import MeshCommunicators
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
-from fxpart.runtime.optimizer.host_parameters import HostParameters, move_to_host
+from fxpart.runtime.optimizer.host_parameters import HostParameters
 from fxpart.runtime.state.model_state import ModelState, StateEntry, shard_along_axis
 from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.sharding.mesh import parse_axes
@@ -138,19 +138,8 @@ class OptimizerShards:
 
     def move_to_host(self, optimizers: Collection[torch.optim.Optimizer]) -> None:
         """Let installed optimizers update copies of their tensors in host memory."""
-        groups = [group for each in optimizers for group in each.param_groups]
-        owned = {id(p) for group in groups for p in group["params"]}
         pairs = [(p, self.of(p)) for _, p in self._state.parameters()]
-        self.host = HostParameters([pair for pair in pairs if id(pair[1]) in owned])
-        for optimizer in optimizers:
-            self.host.move(optimizer)
-            for group in optimizer.param_groups:
-                moved = [(p, self.host.of(p)) for p in group["params"]]
-                group["params"] = [host for _, host in moved]
-                for p, host in moved:
-                    if p in optimizer.state:
-                        found = optimizer.state.pop(p)
-                        optimizer.state[host] = {k: move_to_host(v) for k, v in found.items()}
+        self.host = HostParameters.of_optimizers(optimizers, pairs)
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -231,7 +220,8 @@ class OptimizerShards:
                 if axes and shard.grad is not None and id(shard) not in done:
                     shard.grad = get_dense_gradient(shard)
                     summed[name] = axes, shard.grad
-            self._all_reduce(mesh_rank.index, stage, summed)
+            if self._meshes is not None:
+                all_reduce(self._meshes.of(stage, mesh_rank.index), summed.values())
 
     def share_rows(self) -> None:
         """Exchange sparse gradients between owners of a table, and keep those to update here."""
@@ -265,7 +255,9 @@ class OptimizerShards:
         found: dict[str, torch.Tensor] = {}
         for stage in sorted(mesh_rank.modules):
             mine: dict[str, tuple[tuple[str, ...], torch.Tensor]] = {}
-            for name, entry, parameter in self._iterate_owned(mesh_rank.index, stage):
+            for name, entry, parameter in self._iterate_reduced(mesh_rank.index, stage):
+                if entry.spec.owner != stage:
+                    continue  # in the owner's sum
                 shard = self.of(parameter)
                 if shard.grad is not None and (name, mesh_rank.index) not in rows:
                     rest = () if summed else self._get_partial_axes(name, entry)
@@ -276,7 +268,8 @@ class OptimizerShards:
                     mine[name] = entry.partial, parts.gradient(parameter).to_dense()
                 elif parameter.grad is not None:
                     mine[name] = entry.partial, get_dense_gradient(parameter).clone()
-            self._all_reduce(mesh_rank.index, stage, mine)
+            if self._meshes is not None:
+                all_reduce(self._meshes.of(stage, mesh_rank.index), mine.values())
             found |= {name: tensor for name, (_, tensor) in mine.items()}
         return found
 
@@ -344,25 +337,13 @@ class OptimizerShards:
                     parameter, shard, axes, cut, entry.pieces.most * parameter.itemsize
                 )
 
-    def _iterate_owned(
-        self, mesh_rank: int, stage: int
-    ) -> Iterator[tuple[str, StateEntry, torch.Tensor]]:
-        for name, entry in self._state.entries.items():
-            if entry.trainable and entry.spec.owner == stage and (stage, mesh_rank) in entry.copies:
-                yield name, entry, entry.copies[stage, mesh_rank]
-
     def _iterate_reduced(
         self, mesh_rank: int, stage: int
     ) -> Iterator[tuple[str, StateEntry, torch.Tensor]]:
-        """Yield the parameters whose gradients the stage reduces over its own mesh ranks.
-
-        Those that it owns; in a program with replicas all, which the owner then adds.
-        """
-        if not self._replicas:
-            yield from self._iterate_owned(mesh_rank, stage)
-            return
+        """Yield those whose gradients the stage reduces: that it owns, and with replicas all."""
         for name, entry in self._state.entries.items():
-            if entry.trainable and (stage, mesh_rank) in entry.copies:
+            mine = self._replicas or entry.spec.owner == stage
+            if entry.trainable and mine and (stage, mesh_rank) in entry.copies:
                 yield name, entry, entry.copies[stage, mesh_rank]
 
     def _get_partial_axes(self, name: str, entry: StateEntry) -> tuple[str, ...]:
@@ -401,30 +382,11 @@ class OptimizerShards:
             axes = self.axis(name)
             if not axes or not {*parse_axes(axes)} <= {*entry.partial}:
                 continue
-            if len(entry.stages) > 1 and not self._replicas:
-                continue
-            if name in self.rows:
+            if name in self.rows or (len(entry.stages) > 1 and not self._replicas):
                 continue
             for place, parameter in entry.copies.items():
                 send = partial(self._scatters[place][axes].add, shard=self.of(parameter))
                 parameter.register_post_accumulate_grad_hook(send)
-
-    def _all_reduce(
-        self,
-        mesh_rank: int,
-        stage: int,
-        gradients: dict[str, tuple[tuple[str, ...], torch.Tensor]],
-    ) -> None:
-        """All-reduce gradients in place, in buckets of the same axes."""
-        if self._meshes is None:
-            return
-        groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        for axes, gradient in gradients.values():
-            if axes:
-                groups.setdefault(axes, []).append(gradient)
-        mesh = self._meshes.of(stage, mesh_rank)
-        for axes, tensors in groups.items():
-            all_reduce(mesh, axes, tensors)
 
 
 def _make_shard(
