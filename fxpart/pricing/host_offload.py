@@ -103,9 +103,13 @@ class HostOffload:
 
 
 def update_seconds(weight: Weight, device: Device) -> float:
-    """Return the seconds of a parameter's update on the host, with the copies there and back."""
+    """Return the seconds of a parameter's update on the host, with the copies there and back.
+
+    Each of the three is an operation that the host starts.
+    """
     moved = 2 * (weight.host - weight.copied) + 1.5 * weight.copied
-    return weight.copied / link_bandwidth(device) + moved / _update_bandwidth(device)
+    moving = weight.copied / link_bandwidth(device) + moved / _update_bandwidth(device)
+    return moving + 3 * device.launch
 
 
 def link_bandwidth(device: Device) -> float:

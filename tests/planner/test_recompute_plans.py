@@ -190,6 +190,17 @@ def test_offload_is_named_where_memory_is_short() -> None:
         program().replan(few, constraints={**free, "offload": "optimizer"})
 
 
+def test_an_update_on_the_host_is_no_faster() -> None:
+    """Also of small parameters, whose update costs a device only the start of its kernels."""
+    given = {**FIXED, "recompute": "none"}
+    times = [
+        program().replan("1x2xa40", constraints={**given, "offload": offload}).plan.prediction
+        for offload in ("none", "optimizer")
+    ]
+    for before, after in zip(times[0].ranks, times[1].ranks, strict=True):
+        assert after.optimizer_seconds > before.optimizer_seconds > 0
+
+
 def test_activations_in_flight_are_on_the_host() -> None:
     free = {**FIXED, "recompute": "none", "schedule": "gpipe"}
     plain, small = (
