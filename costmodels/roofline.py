@@ -16,7 +16,7 @@ from . import communication
 from .efficiency import Efficiency, find_efficiency
 from .mixtures import list_parts
 from .op_work import FLOAT8, flops, is_free, is_known, traffic
-from .tensor_sizes import is_floating
+from .tensor_sizes import floating_dtype
 
 if TYPE_CHECKING:
     from fxpart.cluster.devices import CollectiveCurve, Device, Link
@@ -117,7 +117,7 @@ def _rate(op: OpSpec, device: Device, backward: bool) -> tuple[float, str, str]:
 
     Without one the float32 rate is used, or the lowest rate.
     """
-    used = next((t.dtype for t in (*op.inputs, *op.outputs) if is_floating(t.dtype)), "float32")
+    used = floating_dtype((*op.inputs, *op.outputs))
     if op.key in FLOAT8 and not (backward and op.needs(1) and not op.needs(0)):
         return _rate_in_8_bits(op, device, used, backward)
     dtype = "float8" if used.startswith("float8") else used

@@ -79,3 +79,8 @@ def tensor_bytes(tensor: TensorSpec) -> Size:
 def is_floating(dtype: str) -> bool:
     """Return whether gradients and multiply-add rates apply to the dtype."""
     return dtype.startswith(("float", "bfloat", "complex"))
+
+
+def floating_dtype(tensors: Iterable[TensorSpec]) -> str:
+    """Return the dtype of the first tensor with floating-point numbers; float32 without one."""
+    return next((t.dtype for t in tensors if is_floating(t.dtype)), "float32")

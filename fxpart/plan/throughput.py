@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fxpart.plan.model import Plan, PlanInput
 
 _INTEGERS = ("int64", "int32", "int16", "uint8")
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8"}
 NO_FLOPS = "the plan file has no model FLOPs; `fxpart plan` and print(program) compute them"
 
 
@@ -23,11 +22,12 @@ class ModelWork(msgspec.Struct, frozen=True):
     """What one optimizer step of a model computes, counted from its captured graph.
 
     flops: model FLOPs of one step over the whole batch. sizes: the example's size of each symbolic
-    dimension that is not the batch.
+    dimension that is not the batch. dtype: in which most of the FLOPs are computed.
     """
 
     flops: float
     sizes: Mapping[str, int] = MappingProxyType({})
+    dtype: str = "float32"
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +37,8 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     length, for models whose first input is an integer tensor of shape [batch, sequence].
     model_flops: of one step. tflops_per_device: ``model_flops / step_time / ranks / 1e12``. mfu:
     model FLOPs utilization, ``model_flops / (step_time * sum of the devices' peak FLOP/s)``, with
-    the peaks of the plan's precision. notes: why a figure is not known, and a warning
-    where the MFU is above all published ones of such devices, as sentences.
+    the peaks of the model's dtype, or of float8 under fp8. notes: why a figure is not known, and a
+    warning where the MFU is above all published ones of such devices, as sentences.
 
     Model FLOPs are those of the forward and twice as many for the backward; recomputation does not
     count. Source: A. Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022),
@@ -88,7 +88,7 @@ def compute_throughput(plan: Plan, work: ModelWork | None = None) -> Throughput:
         return found
     if work is None:
         return msgspec.structs.replace(found, notes=(*notes, f"MFU is not known: {NO_FLOPS}."))
-    peak = _peak(plan, notes)
+    peak = _peak(plan, work, notes)
     mfu = None if peak is None else work.flops / (seconds * peak)
     if mfu is not None:
         notes += _warn_above_published(plan, mfu)
@@ -137,9 +137,9 @@ def _has_tokens(item: PlanInput) -> bool:
     return item.dtype in _INTEGERS and item.batch_dim is not None and len(item.shape) == 2
 
 
-def _peak(plan: Plan, notes: list[str]) -> float | None:
-    """Return the sum of the peak FLOP/s of the plan's devices at its precision."""
-    dtype = _DTYPES[plan.precision]
+def _peak(plan: Plan, work: ModelWork, notes: list[str]) -> float | None:
+    """Return the sum of the peak FLOP/s of the plan's devices in the dtype of its products."""
+    dtype = "float8" if plan.precision == "fp8" else work.dtype
     devices = [plan.device(rank) for rank in range(plan.world)]
     unknown = sorted({device.model for device in devices if not device.flops.get(dtype)})
     if unknown:

@@ -13,6 +13,7 @@ from torch import fx
 from fxpart.capture.captured_model import CapturedModel
 from fxpart.compiler.tensor_sizes import expression, hint, tensors
 from fxpart.costmodels.op_work import flops
+from fxpart.costmodels.tensor_sizes import floating_dtype
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.passes.rules import ShardingRule, rule_of
 from fxpart.plan.model import Plan
@@ -100,9 +101,12 @@ def count_model_work(captured: CapturedModel, graph: fx.Graph, plan: Plan) -> Mo
             size = item.shape[item.batch_dim]
             rows = size if isinstance(size, int) else captured.hints.get(size, 0)
             break
-    forward = sum(int(flops(spec)) for _, spec in _ops_at_example(graph))
+    forward: dict[str, int] = defaultdict(int)
+    for _, spec in _ops_at_example(graph):
+        forward[floating_dtype((*spec.inputs, *spec.outputs))] += int(flops(spec))
     share = plan.batch_size / rows if rows else float(plan.microbatches)
-    return ModelWork(3 * forward * share, captured.hints)
+    dtype = max(forward, key=lambda name: forward[name], default="float32")
+    return ModelWork(3 * sum(forward.values()) * share, captured.hints, dtype)
 
 
 def kind_of(rule: ShardingRule | None) -> str:

@@ -78,22 +78,32 @@ def test_models_without_tokens_have_samples_only(shape: tuple[int | str, ...], d
 
 
 def test_a_peak_that_is_not_known() -> None:
-    plan = msgspec.structs.replace(sample_plans.plan(), precision="bf16")
-    found = compute_throughput(plan, ModelWork(1e9))
+    found = compute_throughput(sample_plans.plan(), ModelWork(1e9, dtype="bfloat16"))
     assert found.mfu is None and found.tflops_per_device is not None
     assert found.notes == ("MFU is not known: cpu has no peak FLOP/s for bfloat16.",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [4, 8])
-def test_flops_of_a_program(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "weights", "precision", "computed"),
+    [
+        (4, torch.float32, "fp32", "float32"),
+        (8, torch.bfloat16, "fp32", "bfloat16"),
+        (8, torch.float32, "bf16", "bfloat16"),
+    ],
+)
+def test_flops_of_a_program(rows: int, weights: torch.dtype, precision: str, computed: str) -> None:
     """Forward plus twice as many: 2 * 16 * 32 FLOPs of the head's product for each token."""
+    example = (torch.zeros(4, 5, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
     program = fxpart.compile(
-        Language(), "1x2xa100", batch_size=rows, loss=nn.functional.cross_entropy,
-        example_inputs=(torch.zeros(4, 5, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)),
+        Language().to(weights), "1x2xa100", batch_size=rows, loss=nn.functional.cross_entropy,
+        precision=precision, example_inputs=example,
     )  # fmt: skip
     assert program.plan.batch_size == rows
     assert program.work.flops == 3 * rows * 5 * 2 * 16 * 32
+    peak = sum(program.plan.device(rank).flops[computed] for rank in range(program.plan.world))
+    found, step = compute_throughput(program.plan, program.work), program.plan.prediction
+    assert found.mfu == pytest.approx(program.work.flops / step.expected_seconds / peak)
     assert "tokens/s" in repr(program) and "MFU" in repr(program)
     assert "MFU is not known" in repr(program.plan)
 
