@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ _TORCH = Path(torch.__file__).parent.as_posix() + "/"
 _OURS = Path(__file__).parents[1].as_posix() + "/"
 
 
+@lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Return whether a file belongs to the user or a model library, not to torch or fxpart."""
     path = Path(file).as_posix()
