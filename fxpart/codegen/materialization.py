@@ -187,7 +187,8 @@ class _StageMaterializer:
             found = found or self._faults(state, whole, value.dtype)
             problems += found
             if not found:
-                own = cut and value.untyped_storage().nbytes() == value.nbytes
+                new = cut or (isinstance(init, InBlocks) and init.divides(meta))
+                own = new and value.untyped_storage().nbytes() == value.nbytes
                 made[state.attribute] = self._value(state, value, cut=cut, own=own)
         if problems:
             raise FxpartError(problems)

@@ -13,7 +13,7 @@ import torch
 from fxpart.compat import optimizer_over
 from fxpart.compat.multi_optimizer import NamedOptimizerFactory, members
 from fxpart.errors import FxpartError, error
-from fxpart.optim import BasisRotation, Muon
+from fxpart.optim import BasisRotation, Muon, RowWiseAdagrad
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 Options = dict[str, bool | float | tuple[float, ...]]
@@ -258,4 +258,5 @@ def _named() -> dict[str, type[torch.optim.Optimizer]]:
         and issubclass(kind, torch.optim.Optimizer)
         and kind is not torch.optim.Optimizer
     }
-    return {**found, "muon": Muon, "basisrotation": BasisRotation}
+    own = (Muon, BasisRotation, RowWiseAdagrad)
+    return {**found, **{kind.__name__.lower(): kind for kind in own}}

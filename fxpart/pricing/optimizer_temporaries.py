@@ -54,6 +54,36 @@ def temporaries(choice: OptimizerChoice) -> OptimizerTemporaries:
     return _TEMPORARIES[choice.make]
 
 
+def masks_rows(choice: OptimizerChoice) -> bool:
+    """Return whether a step of a table with a sparse gradient calls ``sparse_mask``.
+
+    That numbers all rows of the table. True for classes that cannot be stepped.
+    """
+    if choice.parts:
+        return any(masks_rows(part) for _, part in choice.parts)
+    if not is_torch_class(choice):
+        return _masks_rows(choice.make)
+    if choice.make not in _MASKS:
+        _MASKS[choice.make] = _masks_rows(choice.make)
+    return _MASKS[choice.make]
+
+
+_MASKS: dict[Callable[..., torch.optim.Optimizer], bool] = {}
+
+
+def _masks_rows(make: Callable[..., torch.optim.Optimizer]) -> bool:
+    try:
+        table = torch.nn.Parameter(torch.ones(_SIDE, _SIDE))
+        with torch.random.fork_rng(devices=[]):
+            optimizer = make([table])
+            table.grad = torch.ones_like(table).to_sparse(1)
+            with _LiveBytesMode() as live:
+                optimizer.step()
+    except Exception:  # a user's class may raise anything
+        return True
+    return "sparse_mask" in live.packets
+
+
 def _measured(make: Callable[..., torch.optim.Optimizer]) -> OptimizerTemporaries:
     try:
         one, two = (_most(make, count) for count in (1, 2))
@@ -77,16 +107,21 @@ def _most(make: Callable[..., torch.optim.Optimizer], count: int) -> float:
 
 
 class _LiveBytesMode(TorchDispatchMode):
-    """Counts the bytes of live tensors that were made within; ``most`` is the peak."""
+    """Counts the bytes of live tensors that were made within; ``most`` is the peak.
+
+    packets: names of the ops that were called.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
+        self.packets: set[str] = set()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.packets.add(func.__name__.partition(".")[0])
         given = {id(t) for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)}
         if isinstance(out, torch.Tensor) and id(out) not in given and not out._is_view():
             size = out.untyped_storage().nbytes()

@@ -12,7 +12,7 @@ from fxpart.compat.optimizer_choice import OptimizerChoice, state_bytes
 from fxpart.compiler.duplicated_ops import find_duplicated_ops
 from fxpart.costmodels.efficiency import update_bandwidth
 from fxpart.pricing.optimizer_step import compute_update_bytes
-from fxpart.pricing.optimizer_temporaries import UNKNOWN, temporaries
+from fxpart.pricing.optimizer_temporaries import UNKNOWN, masks_rows, temporaries
 from fxpart.pricing.sparse_gradients import touched_bytes
 from fxpart.pricing.specs import annotation
 from fxpart.solver.problem import Weight
@@ -43,6 +43,7 @@ def weights(
     state = dict(zip(trained_here, state_bytes(optimizer, shapes, trained_here), strict=True))
     parameters = frozenset(captured.parameters)
     takes, before = temporaries(optimizer), 0
+    numbers = bool(touched) and masks_rows(optimizer)
     result = []
     for name in used:
         tensor = tensors[name]
@@ -60,7 +61,8 @@ def weights(
                 blocks=tuple(sorted(users[name])),
                 weight=size,
                 gradient=gradient,
-                optimizer=state.get(name, 0) + _numbered(name in touched, tensor, state.get(name)),
+                optimizer=state.get(name, 0)
+                + _numbered(numbers and name in touched, tensor, state.get(name)),
                 buffer=name not in parameters,
                 sparse=name in state and name in touched,
                 temporary=temporary,

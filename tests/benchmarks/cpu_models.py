@@ -6,6 +6,7 @@ Imported by the benchmarks beside it, not run. Each is a workload with random we
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -118,6 +119,43 @@ def recommender(rows: int = 512) -> Workload:
         "target": torch.randint(0, 2, (rows,)).float(),
     }
     return Workload(Towers().train(), batch, loss=functional.binary_cross_entropy_with_logits)
+
+
+class LargeTables(nn.Module):
+    """Bags of ids from each of some large tables, and a tower over all their sums."""
+
+    def __init__(self, tables: int, rows: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(
+                rows, width, mode="sum", sparse=True,
+                _weight=torch.empty(rows, width).uniform_(-0.05, 0.05),
+            )
+            for _ in range(tables)
+        )  # fmt: skip
+        sizes = [tables * width, inner, inner, inner // 4]
+        layers = [nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(sizes)]
+        self.tower = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [n, tables, bag]; logits [n]."""
+        bags = [table(ids[:, k]) for k, table in enumerate(self.tables)]
+        logits: torch.Tensor = self.tower(torch.cat(bags, 1)).squeeze(1)
+        return logits
+
+
+def large_tables(batch: int = 1024, rows: int = 2_500_000, bag: int = 20) -> Workload:
+    """Eight tables of 20 million rows in all (1.3 GB), whose ids are drawn by rank^-1.1."""
+    draw = torch.Generator().manual_seed(0)
+    model = LargeTables(8, rows, 16, 1536)
+    # The inverse of the integral of rank^-1.1 from 1 to the number of rows.
+    uniform = torch.rand(batch, 8, bag, generator=draw, dtype=torch.float64)
+    ids = (1 + uniform * (rows**-0.1 - 1)).pow(-10).long().clamp(1, rows) - 1
+    # Common ids are apart in memory, as hashes of names are.
+    ids = ids * 1_000_003 % rows
+    clicks = torch.randint(0, 2, (batch,), generator=draw).float()
+    loss = functional.binary_cross_entropy_with_logits
+    return Workload(model.train(), (ids, clicks), loss=loss, optimizer="rowwiseadagrad")
 
 
 def t5(rows: int = BATCH) -> Workload:

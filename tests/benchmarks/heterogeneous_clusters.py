@@ -37,6 +37,12 @@ CLUSTERS = {
     ),
 }
 
+# Of heterogeneous_tables.py: the fast rank stands for an accelerator, the others for hosts.
+TABLE_CLUSTERS = {
+    "a fast one without memory for the tables, two slow ones": Kinds((0.5, 0.15, 0.15), (0,)),
+    "a fast one, two slow ones, memory for the tables in each": Kinds((0.5, 0.15, 0.15)),
+}
+
 
 def cluster_of(name: str, kinds: Kinds, base: Cluster, need: Any) -> Cluster:
     """Devices with quotas of a core of this host. need: of a process with the whole model."""

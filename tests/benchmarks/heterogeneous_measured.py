@@ -27,7 +27,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,14 @@ import quotas
 from choice import links
 from held_profiles import profile_held
 from held_stages import measure_stages
-from heterogeneous_clusters import CLUSTERS, Kinds, cluster_of, kinds_of, nominal
+from heterogeneous_clusters import (
+    CLUSTERS,
+    TABLE_CLUSTERS,
+    Kinds,
+    cluster_of,
+    kinds_of,
+    nominal,
+)
 from pace import compared
 from record import ROOT, parser, write
 
@@ -52,16 +59,19 @@ WHOLE = "chosen"
 _BOUND = 0.15
 _PASSES = 3  # that measure stages of plans, at most: others may be chosen then
 MODELS = ("gpt2", "recommender")
+ALL = CLUSTERS | TABLE_CLUSTERS
 
 
 def workload(name: str) -> Any:
-    """A model that trains, and a batch: GPT-2 as in cpu_models.py, the example's recommender."""
+    """A model that trains, and a batch: of cpu_models.py, or the example's recommender."""
     import cpu_models
     import torch
 
     if name == "gpt2":
         torch.manual_seed(0)
         return cpu_models.gpt2(_ROWS)
+    if name == "tables":
+        return cpu_models.large_tables()
     sys.path.append(str(ROOT / "examples"))
     import recommender
     from torch.nn import functional
@@ -201,7 +211,7 @@ def row(name: str, words: str, program: Program, base: Cluster, folder: Path, op
     """One model on one cluster."""
     from msgspec.structs import replace
 
-    kinds, path = CLUSTERS[words], folder / f"{name}.profile"
+    kinds, path = ALL[words], folder / f"{name}.profile"
     alone = replace(base, devices=base.devices[:1])
     need = program.replan(alone, cost_model=path).plan.prediction.ranks[0]
     cluster = cluster_of(words, kinds, base, need)
@@ -285,7 +295,7 @@ def of_model(name: str, folder: Path, options: argparse.Namespace) -> list[dict[
         return rows
     base, path, work = links(RANKS, folder), folder / f"{name}.profile", workload(name)
     profile(work, base, path, budget=options.budget, rehearse=False)
-    wanted = sorted({q for words in left for q in CLUSTERS[words].quotas}, reverse=True)
+    wanted = sorted({q for words in left for q in ALL[words].quotas}, reverse=True)
     tries = profile_held(name, wanted, base, path, options.budget, say)
     given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
     example: Any = {given: work.example}
@@ -300,23 +310,24 @@ def of_model(name: str, folder: Path, options: argparse.Namespace) -> list[dict[
     return rows
 
 
-def main() -> None:
-    """All models on all clusters, or those named."""
-    made = parser(__doc__)
-    made.add_argument("--models", default=",".join(MODELS))
-    made.add_argument("--clusters", default=";".join(CLUSTERS))
+def figures(
+    text: str | None, models: Sequence[str], clusters: Sequence[str]
+) -> tuple[dict[str, Any], argparse.Namespace]:
+    """Of all models on all clusters, or those named by options, and these. text: its help."""
+    made = parser(text)
+    made.add_argument("--models", default=",".join(models))
+    made.add_argument("--clusters", default=";".join(clusters))
     made.add_argument("--steps", type=int, default=9)
     made.add_argument("--rounds", type=int, default=15, help="of steps of all plans")
     made.add_argument("--budget", type=float, default=60.0, help="seconds for each profile")
     made.add_argument("--keep", default="", help="folder for links, profiles and rows")
     options = made.parse_args()
 
-    lacks = next(filter(None, (quotas.missing(kinds.quotas) for kinds in CLUSTERS.values())), "")
+    lacks = next(filter(None, (quotas.missing(ALL[words].quotas) for words in clusters)), "")
     lacks = lacks or namespaces.missing()
     if lacks:
         say(f"skipped: {lacks}")
-        write("heterogeneous_measured", {"rows": [], "skipped": lacks}, options)
-        return
+        return {"rows": [], "skipped": lacks}, options
 
     import torch
 
@@ -327,8 +338,8 @@ def main() -> None:
         rows = [
             found for name in options.models.split(",") for found in of_model(name, folder, options)
         ]
-    write("heterogeneous_measured", {"rows": rows, **summary(rows)}, options)
+    return {"rows": rows, **summary(rows)}, options
 
 
 if __name__ == "__main__":
-    main()
+    write("heterogeneous_measured", *figures(__doc__, MODELS, tuple(CLUSTERS)))

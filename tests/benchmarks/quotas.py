@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ _NUMBERS = itertools.count()  # of this process's sets of groups
 # each other lose what is left of their time, and a rank that has waited runs ahead. Shorter ones
 # are not kept by timers of 250 Hz. Caches are cold after each, which profiles under quotas know.
 _PERIOD = 5_000
+_LEAST = 1_000  # microseconds of a quota, which the kernel demands
 _CLONE_NEWNET = 0x40000000
 _GONE = 5.0  # seconds that the last process of a group may take to end
 
@@ -60,12 +62,16 @@ class Groups:
         try:
             for folder, quota in zip(self.folders, self.quotas, strict=True):
                 folder.mkdir()
-                allowed = round(quota * _PERIOD)
+                period = max(_PERIOD, math.ceil(_LEAST / quota))
+                allowed = round(quota * period)
                 if self._old:
-                    (folder / "cpu.cfs_period_us").write_text(str(_PERIOD))
+                    (folder / "cpu.cfs_period_us").write_text(str(period))
                     (folder / "cpu.cfs_quota_us").write_text(str(allowed))
+                    # Before all else on the core, which may be at work for others.
+                    (folder / "cpu.shares").write_text("262144")
                 else:
-                    (folder / "cpu.max").write_text(f"{allowed} {_PERIOD}")
+                    (folder / "cpu.max").write_text(f"{allowed} {period}")
+                    (folder / "cpu.weight").write_text("10000")
         except OSError:
             self.close()
             raise

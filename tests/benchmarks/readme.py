@@ -135,6 +135,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "failures": readme_failures.failures,
     "quotas": lambda: readme_heterogeneous.quotas(made_by(read(readme_heterogeneous.NAME))),
     "clusters": lambda: readme_heterogeneous.clusters(made_by(read(readme_heterogeneous.CLUSTERS))),
+    "large_tables": lambda: readme_heterogeneous.large_tables(
+        made_by(read(readme_heterogeneous.TABLES))
+    ),
     "queued": lambda: readme_heterogeneous.queues(made_by(read("queued"))),
     "gpu": readme_gpu.table,
     "gpu_line": readme_gpu.line,
@@ -150,6 +153,7 @@ def tables() -> dict[str, str]:
         **{name: {result} for name, result in (PLANNING | COSTS).items()},
         **{name: {name} for name in RUNTIME}, "quotas": {readme_heterogeneous.NAME},
         "clusters": {readme_heterogeneous.CLUSTERS}, "queued": {"queued"}, "gpu": {"gpu"},
+        "large_tables": {readme_heterogeneous.TABLES},
         "gpu_line": {"gpu"},
     }  # fmt: skip
     return {name: make() for name, make in TABLES.items() if needs.get(name, set()) <= have}

@@ -8,7 +8,7 @@ from statistics import geometric_mean
 from heterogeneous_measured import over_best
 from record import read
 
-NAME, CLUSTERS = "heterogeneous_measured", "heterogeneous"
+NAME, CLUSTERS, TABLES = "heterogeneous_measured", "heterogeneous", "heterogeneous_tables"
 _MORE = 1.005  # of the best of one kind: what counts as faster
 
 
@@ -54,6 +54,37 @@ def queues(made: str) -> str:
     words = (
         f"The median error is {100 * errors[len(errors) // 2]:.0f} %, the worst"
         f" {100 * errors[-1]:.0f} %. {made}"
+    )
+    return "\n".join([*lines, "", words])
+
+
+def large_tables(made: str) -> str:
+    """By cluster, the selected plan of a recommender and the best plan on devices of one kind."""
+    lines = [
+        "| ranks of one host, with CPU quotas | selected, predicted | measured"
+        " | best plan of one kind | gain over it, predicted | measured |",
+        "| --- | ---: | ---: | --- | ---: | ---: |",
+    ]
+    found = read(TABLES)["figures"]
+    for row in found["rows"]:
+        chosen = row["plans"]["chosen"]
+        gains = {
+            label: each for label, each in row["over"].items() if not label.startswith("equal")
+        }
+        same = {"predicted": 1.0, "measured": 1.0}
+        gains |= dict.fromkeys((k for k in row["chosen_is"] if not k.startswith("equal")), same)
+        best, gain = min(gains.items(), key=lambda item: item[1]["measured"])
+        lines.append(
+            f"| {row['cluster']} | {1e3 * chosen['predicted']:.0f} ms"
+            f" | {1e3 * chosen['measured']:.0f} ms | {best}{', selected' * (gain is same)}"
+            f" | {gain['predicted']:.2f} | **{gain['measured']:.2f}** |"
+        )
+    loads = " and ".join(f"{row['load']:.0f}" for row in found["rows"])
+    words = (
+        f"{found['ratios_within_bound']} of {found['ratios']} throughput ratios were predicted"
+        f" within 15 %; the worst error of a step is {100 * found['step_worst_error']:.0f} %."
+        f" Other work was running, with loads of {loads}."
+        f" {made}"
     )
     return "\n".join([*lines, "", words])
 

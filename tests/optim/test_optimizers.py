@@ -14,7 +14,7 @@ from torch import nn
 
 from fxpart.compat.optimizer_choice import choose, state_bytes, tensors_in
 from fxpart.errors import FxpartError
-from fxpart.optim import BasisRotation, Muon
+from fxpart.optim import BasisRotation, Muon, RowWiseAdagrad
 
 SHAPES = ((6, 4), (3, 5), (4,), (2, 2, 3), (1, 1))
 Array = NDArray[np.float64]
@@ -281,3 +281,54 @@ def test_what_cannot_be_stepped(kind: Any) -> None:
         give_gradients([*given], 2)
         one.step()
     assert all(torch.equal(p, q) for p, q in pairs)
+
+
+def test_row_wise_adagrad_by_hand() -> None:
+    """g = (3, 4): s = 25 / 2, and w moves by -lr g / sqrt(s); then s = 25 and 25 / 2 of a row."""
+    weight = nn.Parameter(torch.zeros(2, 2).double())
+    optimizer = RowWiseAdagrad([weight], lr=0.1, eps=1e-30)
+    gradient = torch.tensor([[3.0, 4.0], [0.0, 0.0]]).double()
+    for expected in (12.5**-0.5, 12.5**-0.5 + 25.0**-0.5):
+        weight.grad = gradient
+        optimizer.step()
+        assert (weight.detach() + 0.1 * expected * gradient).abs().max() < 1e-15
+    assert optimizer.state[weight]["sum"].tolist() == [[25.0], [0.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(9, 16), (9, 3), (9, 1), (9, 2, 5), (9,)])
+def test_row_wise_adagrad_of_sparse_and_dense_gradients(shape: Any, dtype: torch.dtype) -> None:
+    """Equal bits, rows that come twice included; in double precision the formula to 1e-12."""
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=draw, dtype=torch.float64)
+    dense, sparse = (nn.Parameter(start.to(dtype, copy=True)) for _ in range(2))
+    options: Any = {"lr": 0.1, "eps": 1e-3, "initial_accumulator_value": 0.5}
+    optimizers = [RowWiseAdagrad([p], **options) for p in (dense, sparse)]
+    weight, sums = start.numpy().reshape(9, -1).copy(), np.full((9, 1), 0.5)
+    for step in range(6):
+        ids = torch.randint(0, 9, (step * 2,), generator=draw)
+        values = torch.randn(len(ids), *shape[1:], generator=draw, dtype=torch.float64).to(dtype)
+        sparse.grad = torch.sparse_coo_tensor(ids.unsqueeze(0), values, shape)
+        dense.grad = sparse.grad.to_dense()
+        for optimizer in optimizers:
+            optimizer.step()
+        g = dense.grad.double().numpy().reshape(9, -1)
+        sums += (g**2).mean(1, keepdims=True)
+        weight -= 0.1 * g / (np.sqrt(sums) + 1e-3)
+        assert torch.equal(dense, sparse)
+        found = (optimizers[k].state[p]["sum"] for k, p in enumerate((dense, sparse)))
+        assert torch.equal(*found)
+    apart = np.abs(dense.detach().double().numpy().reshape(9, -1) - weight).max()
+    assert apart < {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 0.2)
+    (size,) = state_bytes(choose("rowwiseadagrad"), [(shape, dtype)])
+    assert size == 9 * (8 if dtype == torch.float64 else 4)
+
+
+def test_row_wise_adagrad_refuses_what_it_does_not_step() -> None:
+    for options in ({"lr": -1.0}, {"eps": 0.0}, {"initial_accumulator_value": -1.0}):
+        with pytest.raises(FxpartError, match="out of range"):
+            RowWiseAdagrad(parameters(), **options)
+    weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(FxpartError, match="complex"):
+        RowWiseAdagrad([weight]).step()

@@ -16,6 +16,8 @@ from fxpart.errors import FxpartError
 from fxpart.pricing.optimizer_temporaries import UNKNOWN, OptimizerTemporaries, temporaries
 from fxpart.profiling.memory import allocations
 
+ROWS, WIDTH = 40_000, 4
+
 
 class Words(nn.Module):
     """A table that is most of the model, for batches of a few words."""
@@ -57,6 +59,21 @@ def test_it_is_what_the_allocator_gives(name: str) -> None:
     )  # fmt: skip
     real = allocations(optimizer.step).peak
     assert expected == pytest.approx(real, rel=0.01, abs=4096)
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_of_row"), [("adagrad", 4 * WIDTH + 8), ("rowwiseadagrad", 4)]
+)
+def test_state_of_a_table_and_its_row_numbers(name: str, bytes_of_row: int) -> None:
+    """Adagrad calls sparse_mask, which numbers all rows; row-wise Adagrad does not."""
+    bag = nn.EmbeddingBag(ROWS, WIDTH, sparse=True)
+    program = fxpart.compile(
+        bag, "local:1", example_inputs=(torch.zeros(4, 2, dtype=torch.long),), optimizer=name,
+        loss=lambda out: out.sum(), check="off",
+    )  # fmt: skip
+    found = program.plan.prediction.ranks[0].memory.optimizer
+    steps = 4 if name == "adagrad" else 0  # its counter
+    assert found == ROWS * bytes_of_row + steps
 
 
 def test_what_cannot_be_stepped_alone_counts_as_adamw() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from torch import nn
 import fxpart
 from fxpart.codegen.blockwise_init import InBlocks
 from fxpart.errors import FxpartError
+from fxpart.optim import RowWiseAdagrad
 from fxpart.profiling.memory import allocations
 
 ROWS, WIDTH = 150_000, 32
@@ -22,6 +24,10 @@ TABLE = ROWS * WIDTH * 4
 LIMIT = 45 << 20  # bytes of a rank: the table alone takes 18 MiB, with its state 55
 BOTH: dict[str, Any] = {
     "table.weight": partial(torch.optim.SparseAdam, lr=0.01),
+    "*": partial(torch.optim.AdamW, lr=0.01),
+}
+MAPPED: dict[str, Any] = {
+    "table.weight": partial(RowWiseAdagrad, lr=0.1),
     "*": partial(torch.optim.AdamW, lr=0.01),
 }
 
@@ -153,6 +159,35 @@ def test_a_table_that_no_rank_can_hold(pool: Pool, mesh: str) -> None:
         torch.testing.assert_close(
             torch.tensor(found["out"]), want.out.weight.detach(), rtol=1e-5, atol=1e-6
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["sent", "one"])
+def test_tables_in_files(mesh: str, tmp_path: Path) -> None:
+    """The bits of tables in memory, their rows and state in checkpoints, and no copy in memory."""
+    program = compiled("sent")
+    if mesh == "one":
+        program = program.replan("local:1", constraints={"stages": 1})
+    found = []
+    for folder in (None, tmp_path):
+        trainer = program.trainer(MAPPED, weights=InBlocks(init, 10_000, folder=folder))
+        for seed in range(3):
+            trainer.step(batch(seed))
+        files = [
+            t.untyped_storage().filename
+            for mesh_rank in trainer._mesh_ranks for module in mesh_rank.modules.values()
+            for name, t in module.named_parameters() if name.endswith("table_weight")
+        ]  # fmt: skip
+        assert all(map(bool, files)) is (folder is not None)
+        saved = trainer.save_checkpoint(tmp_path / f"saved-{folder is None}")
+        found.append((trainer.state_dict(), trainer.optimizer_state_dict()["state"]))
+        trainer.load_checkpoint(saved)
+        assert torch.equal(trainer.state_dict()["table.weight"], found[-1][0]["table.weight"])
+        trainer.close()
+    for one, other in zip(*(state.items() for state, _ in found), strict=True):
+        assert torch.equal(one[1], other[1])
+    sums = [state["table.weight"]["sum"] for _, state in found]
+    assert torch.equal(*sums) and sums[0].shape == (ROWS, 1)
 
 
 @pytest.mark.slow

@@ -11,12 +11,14 @@ from torch import nn
 
 import fxpart
 from fxpart.api import Program
+from fxpart.optim import RowWiseAdagrad
 
 ROWS = {"bags.weight": 22, "ids.weight": 16}
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.05),
     "adagrad": partial(torch.optim.Adagrad, lr=0.3),
     "sparseadam": partial(torch.optim.SparseAdam, lr=0.1),
+    "rowwise": partial(RowWiseAdagrad, lr=0.3),
 }
 
 
@@ -94,14 +96,24 @@ def alone(
     """Plain torch: microbatches one by one, their gradients added up. change: before each step."""
     optimizer = make([p for p in made.parameters() if p.requires_grad])
     for seed in seeds:
-        whole = batch(seed, dtype=made.first.dtype)
-        for part in zip(*(t.chunk(4) for t in whole.values()), strict=True):
-            loss = made(**dict(zip(whole, part, strict=True)))["loss"]
-            loss.backward(torch.full_like(loss, 0.25))
-        change(made)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_alone(made, optimizer, seed, change)
     return {name: p.detach() for name, p in made.named_parameters()}
+
+
+def step_alone(
+    made: Clicks,
+    optimizer: torch.optim.Optimizer,
+    seed: int,
+    change: Callable[[Clicks], object] = lambda made: None,
+) -> None:
+    """One step of it."""
+    whole = batch(seed, dtype=made.first.dtype)
+    for part in zip(*(t.chunk(4) for t in whole.values()), strict=True):
+        loss = made(**dict(zip(whole, part, strict=True)))["loss"]
+        loss.backward(torch.full_like(loss, 0.25))
+    change(made)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def trained(made: Program, seeds: Sequence[int], **how: Any) -> dict[str, torch.Tensor]:

@@ -207,8 +207,9 @@ class _CheckpointLoader:
     ) -> torch.Tensor:  # fmt: skip
         """Restore a tensor of optimizer state, in the previous tensor's memory if it fits."""
         saved = self._manifest.tensors[key]
-        part = bool(saved.shape) and saved.shape == holder.shape
-        region = holder.region if part else make_full_region(saved.shape)
+        layout = holder.layout.of_state(saved.shape) if saved.shape else None
+        part = layout is holder.layout
+        region = make_full_region(saved.shape) if layout is None else holder.region_of_state(layout)
         kind = torch_dtype(saved.dtype)
         if _fits(previous, region, kind):
             target: torch.Tensor = previous
@@ -217,7 +218,7 @@ class _CheckpointLoader:
         else:
             on_device = slot != "step" or group.get("capturable") or group.get("fused")
             device = parameter.device if on_device else torch.device("cpu")
-            target = torch.empty(saved.shape, dtype=kind, device=device)
+            target = torch.empty(region.sizes, dtype=kind, device=device)
         return self._fill(key, region, target)
 
     def _groups(self) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from fxpart.checkpoint.regions import TensorRegion
 from fxpart.runtime.checkpointing.tensor_codec import region_of
+from fxpart.runtime.state.shard_layout import ShardLayout
 from fxpart.runtime.trainer_base import TrainerBase
 
 
@@ -17,16 +18,26 @@ from fxpart.runtime.trainer_base import TrainerBase
 class OptimizerTensor:
     """A tensor in an optimizer: its parameter and its part of it.
 
-    shape: of the whole parameter. rank: of the stage. writes: whether this process saves this part.
+    layout: of the parameter. rank: of the stage. writes: whether this process saves this part.
     first: whether it also saves the parameter's unsharded state.
     """
 
     name: str
-    shape: tuple[int, ...]
+    layout: ShardLayout
+    mesh_rank: int
     region: TensorRegion
     rank: int
     writes: bool
     first: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.layout.shape
+
+    def region_of_state(self, layout: ShardLayout) -> TensorRegion:
+        """Return the part's region of state with this layout."""
+        return self.region if layout is self.layout else region_of(layout, self.mesh_rank)
 
 
 def optimizers(trainer: TrainerBase) -> Sequence[torch.optim.Optimizer]:
@@ -50,7 +61,7 @@ def map_optimizer_tensors(trainer: TrainerBase) -> dict[int, OptimizerTensor]:
                 regions[mesh_rank] = region_of(pieces, mesh_rank)
             writes = stage == entry.spec.owner and mesh_rank in pieces.sources
             description = OptimizerTensor(
-                name, pieces.shape, regions[mesh_rank], state.rank(stage, mesh_rank),
+                name, pieces, mesh_rank, regions[mesh_rank], state.rank(stage, mesh_rank),
                 writes, writes and mesh_rank == pieces.sources[0],
             )  # fmt: skip
             copy = entry.copies[stage, mesh_rank]

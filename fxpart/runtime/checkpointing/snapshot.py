@@ -188,8 +188,17 @@ class _SnapshotBuilder:
         if not isinstance(value, torch.Tensor):
             if description.first:
                 self.snapshot.values[description.rank][key] = value
-        elif value.dim() and value.shape == parameter.shape:
-            self._add(description.rank, key, value, description.shape, description.region)
+            return
+        layout = description.layout.of_local_state(value.shape, parameter.shape)
+        if value.dim() and layout is not None:
+            region = description.region_of_state(layout)
+            self._add(description.rank, key, value, layout.shape, region)
+        elif value.numel() > 1 and description.layout.is_cut:
+            why = (
+                f"its shape is {list(value.shape)} on a rank with a part of the parameter of shape "
+                f"{list(parameter.shape)}"
+            )
+            raise _make_error(key, why, "use state of the parameter's shape, with 1 for some dims")
         elif description.first:
             self._add_whole(description.rank, key, value)
 
@@ -241,5 +250,7 @@ def _to_plain(value: Any) -> Any:
     return tuple(_to_plain(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
-def _make_error(key: str, why: str) -> FxpartError:
-    return error("FXP513", where=key, why=why, fix="use an optimizer whose state is dense tensors")
+def _make_error(
+    key: str, why: str, fix: str = "use an optimizer whose state is dense tensors"
+) -> FxpartError:
+    return error("FXP513", where=key, why=why, fix=fix)

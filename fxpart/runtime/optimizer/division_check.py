@@ -458,11 +458,14 @@ def _slice_state(
     """Return one value of a real parameter's state, for a small one."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.shape != real.shape or not value.dim():
+    fits = all(size in (1, own) for size, own in zip(value.shape, real.shape, strict=False))
+    if value.dim() != real.dim() or not value.dim() or not fits:
         return value.detach().clone()
     for dim, size in enumerate(small.shape):
-        value = value.narrow(dim, 0, size)
-    return (value if take is None else take(value)[number]).detach().clone()
+        value = value.narrow(dim, 0, min(size, value.shape[dim]))
+    if take is None or any(value.shape[dim] != small.shape[dim] for dim, _ in take.dims):
+        return value.detach().clone()
+    return take(value)[number].detach().clone()
 
 
 @contextmanager

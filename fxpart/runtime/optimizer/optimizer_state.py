@@ -21,7 +21,7 @@ from fxpart.runtime.transport.interface import Transport
 class _StateValue(msgspec.Struct, frozen=True):
     """One value of one parameter's state: a tensor's dtype and shape, or a plain value.
 
-    part: it has one element per element of the parameter in the mesh rank's optimizer.
+    whole: its shape over all mesh ranks if it is divided as the parameter is.
     """
 
     name: str
@@ -30,7 +30,7 @@ class _StateValue(msgspec.Struct, frozen=True):
     shape: tuple[int, ...] = ()
     value: Any = None
     mesh_rank: int = 0
-    part: bool = False
+    whole: tuple[int, ...] = ()
 
 
 class _LocalOptimizerState(msgspec.Struct, frozen=True):
@@ -65,12 +65,13 @@ def gather_optimizer_state(
             if slot.dtype:
                 value = _broadcast_value(transport, slot, process, next(mine, None))
             slots, pieces = found.setdefault(slot.name, {}), shards.pieces(slot.name)
-            if slot.part and len(pieces.sources) > 1:
+            layout = pieces.of_state(slot.whole) if slot.whole else None
+            if layout is not None and len(pieces.sources) > 1:
                 if slot.key not in slots:
                     slots[slot.key] = torch.empty(
-                        pieces.shape, dtype=value.dtype, device=value.device
+                        layout.shape, dtype=value.dtype, device=value.device
                     )
-                pieces.put(slots[slot.key], slot.mesh_rank, value)
+                layout.put(slots[slot.key], slot.mesh_rank, value)
             else:
                 slots[slot.key] = value
     if first_only and 0 not in transport.local:
@@ -185,11 +186,12 @@ def _describe_local(
                     # Momentum of sparse rows.
                     value = value.to_dense() if value.is_sparse else value
                     shape = tuple(value.shape)
-                    part = bool(shape) and shape == tuple(parameter.shape)
-                    if part or first:
+                    layout = shards.pieces(name).of_local_state(shape, parameter.shape)
+                    whole = layout.shape if shape and layout is not None else ()
+                    if whole or first:
                         slots.append(
                             _StateValue(
-                                name, key, str(value.dtype)[6:], shape, None, mesh_rank, part
+                                name, key, str(value.dtype)[6:], shape, None, mesh_rank, whole
                             )
                         )
                         tensors.append(value)
@@ -229,9 +231,8 @@ def _merge_groups(reports: list[_LocalOptimizerState], state: ModelState) -> lis
 
 def _slice_value(pieces: ShardLayout, mesh_rank: int, value: torch.Tensor) -> torch.Tensor:
     """Return a copy of the mesh rank's part of one value."""
-    if value.dim() and tuple(value.shape) == pieces.shape:
-        value = pieces.part(value, mesh_rank)
-    return value.clone()
+    layout = pieces.of_state(value.shape) if value.dim() else None
+    return (value if layout is None else layout.part(value, mesh_rank)).clone()
 
 
 _TENSOR = "tensor"  # Marks an option that is a tensor in a message.

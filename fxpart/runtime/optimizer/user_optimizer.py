@@ -24,7 +24,9 @@ from fxpart.runtime.optimizer.parameter_groups import ParameterGroup
 from fxpart.runtime.state.model_state import ModelState
 from fxpart.runtime.state.weight_consistency import checksum
 
-Locate = Callable[[torch.Tensor], tuple[str, Callable[[torch.Tensor], torch.Tensor]] | None]
+# Takes a part of one value of a whole parameter's state; None if it has no parts.
+Part = Callable[[torch.Tensor], torch.Tensor | None]
+Locate = Callable[[torch.Tensor], tuple[str, Part] | None]
 
 
 class UserOptimizer:
@@ -107,7 +109,7 @@ class UserOptimizer:
         optimizers: Iterable[torch.optim.Optimizer],
     ) -> None:
         """Copy the instance's state into the optimizers of this process."""
-        places: dict[int, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {}
+        places: dict[int, tuple[str, Part]] = {}
         for name, entry in state.entries.items():
             if not entry.trainable:
                 continue
@@ -117,7 +119,8 @@ class UserOptimizer:
                 def part(
                     value: torch.Tensor, mesh_rank: int = mesh_rank, pieces: Any = pieces
                 ) -> Any:
-                    return pieces.part(value, mesh_rank)
+                    layout = pieces.of_state(value.shape)
+                    return None if layout is None else layout.part(value, mesh_rank)
 
                 places[id(shards.updated(tensor))] = name, part
         for optimizer in optimizers:
@@ -182,15 +185,17 @@ class UserOptimizer:
         key: Any,
         value: Any,
         parameter: torch.Tensor,
-        part: Callable[[torch.Tensor], torch.Tensor],
+        part: Part,
     ) -> Any:
         """Return one value of a parameter's state for a tensor that is a part of it."""
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         own = self._own[name]
         cut = parameter.shape != own.shape
-        if value.dim() and value.shape == own.shape:
-            value = part(value.to_dense() if value.is_sparse and cut else value)
+        dense = value.to_dense() if value.is_sparse and cut else value
+        mine = part(dense) if value.dim() else None
+        if mine is not None:
+            value = mine
         elif cut and value.numel() > 1:
             raise optimizer_error(
                 self.kind,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -86,6 +86,31 @@ class ShardLayout:
         for (name, length), at in zip(self.mesh.axes, self.mesh.coordinate(mesh_rank), strict=True):
             place = place * length + at if name in names else place
         return chunk(size, self.mesh.count(*names), place)
+
+    def of_state(self, shape: Sequence[int]) -> ShardLayout | None:
+        """Return the layout of an optimizer's state of a whole shape; None if it has no parts.
+
+        It is divided as the tensor is if it has the tensor's shape, or dims of 1 instead of dims
+        that are not sharded, such as one number per row.
+        """
+        if tuple(shape) == self.shape:
+            return self
+        if self.flat or len(shape) != len(self.shape):
+            return None
+        cut = {p.dim for p in self.placements if isinstance(p, Shard)}
+        for dim, (size, own) in enumerate(zip(shape, self.shape, strict=True)):
+            if size != own and (size != 1 or dim in cut):
+                return None
+        return replace(self, shape=tuple(shape))
+
+    def of_local_state(self, shape: Sequence[int], local: Sequence[int]) -> ShardLayout | None:
+        """Return :meth:`of_state` for a mesh rank's part of the state. local: its shard's shape."""
+        if tuple(shape) == tuple(local):
+            return self
+        if len(shape) != len(self.shape) or len(local) != len(self.shape):
+            return None
+        pairs = zip(shape, local, self.shape, strict=True)
+        return self.of_state([whole if size == own else size for size, own, whole in pairs])
 
     def part(self, whole: torch.Tensor, mesh_rank: int) -> torch.Tensor:
         """Return the shard of a mesh rank; a view if its elements are one range of each dim."""

@@ -13,7 +13,7 @@ from hand_stages import language
 from torch import nn
 
 from fxpart.errors import FxpartError
-from fxpart.optim import BasisRotation, Muon
+from fxpart.optim import BasisRotation, Muon, RowWiseAdagrad
 from fxpart.runtime import InProcess, Trainer
 from fxpart.runtime.weight_prediction import SpikeCompensatedSGD
 from fxpart.runtime.weights import StageWeights
@@ -57,7 +57,7 @@ def every_class() -> list[type[torch.optim.Optimizer]]:
 
 
 REFUSED = {torch.optim.LBFGS: "FXP115", torch.optim.SparseAdam: "FXP109"}
-OWN = [Bare, Signs, SpikeCompensatedSGD, BasisRotation, Muon]
+OWN = [Bare, Signs, SpikeCompensatedSGD, BasisRotation, Muon, RowWiseAdagrad]
 STEPPED = [kind for kind in [*every_class(), *OWN] if kind not in REFUSED]
 
 
