@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpart.compiler.block_identity import identity
 from fxpart.compiler.graph_edit import annotation
-from fxpart.compiler.node_annotation import BLOCKS_KEY, MESH_KEY, Level
+from fxpart.compiler.node_annotation import BLOCKS_KEY, MESH_KEY, WHOLE_KEY, Level
 from fxpart.compiler.op_behavior import BEHAVIORS_KEY
 from fxpart.errors import error
 
@@ -50,7 +50,10 @@ class LowerPass:
                 why=f"the mesh {mesh} has {mesh.size} ranks",
                 fix=f"use a number from 0 to {mesh.size - 1}",
             )
-        demands = analyse(graph_module.graph, mesh, whole_outputs=self.whole_outputs)
+        demands = analyse(
+            graph_module.graph, mesh, whole_outputs=self.whole_outputs,
+            complete=graph_module.meta.get(WHOLE_KEY, {}),
+        )  # fmt: skip
         result = MarkGradientsPass().run(
             LocalGraphBuilder(graph_module, demands, mesh_rank).build()
         )

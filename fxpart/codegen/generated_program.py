@@ -16,6 +16,7 @@ from fxpart.codegen.mesh_programs.microbatch_graph import divide_graph, divide_s
 from fxpart.codegen.mesh_programs.plan_placements import restore_sharding
 from fxpart.codegen.mesh_programs.rank_programs import MeshRankPrograms, assign, generate
 from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
+from fxpart.codegen.mesh_programs.stage_meshes import place_on_stages
 from fxpart.codegen.program_archive import export
 from fxpart.compiler.effects import state_written
 from fxpart.errors import error
@@ -89,6 +90,7 @@ def apply_plan(
             plan.transfer_dtype,
             again,
             microbatches=plan.microbatches,
+            stage_ranks=() if plan.replicas else tuple(len(stage.ranks) for stage in plan.stages),
         ),
         get_replica_rounds(plan),
     )
@@ -158,16 +160,23 @@ def generate_program(
     in_blocks: tuple[int, ...] = (),
     *,
     microbatches: int = 1,
+    stage_ranks: tuple[int, ...] = (),
 ) -> GeneratedProgram:
     """Generate the stages and their source text from the first block of each stage.
 
     starts: in units of ``order``. transfer_dtype: dtype in which float32 values are sent between
     ranks, "" for unchanged. in_blocks: stages whose blocks can be rerun one by one for activation
     recomputation. microbatches: per step; with more than one, totals of the batch become inputs.
+    stage_ranks: number of ranks of each stage, by default that of the mesh. Raises FXP303 where a
+    stage shards its work over more ranks than it has.
     """
     whole = StagedGraph(captured, graph, tuple(starts), tuple(order), microbatches)
     mesh_rank_programs = None
+    if len(set(stage_ranks)) < 2:
+        stage_ranks = ()
     if sharded is not None:
+        if stage_ranks:
+            sharded = place_on_stages(sharded, stage_ranks, starts, order)
         mesh_rank_programs = MeshRankPrograms(
             divide_sharded_graph(sharded, captured, microbatches),
             captured,
@@ -176,6 +185,7 @@ def generate_program(
             tuple(order),
             transfer_dtype,
             in_blocks,
+            stage_ranks=stage_ranks,
         )
         spec, sources = mesh_rank_programs.program(0)
     else:
@@ -198,7 +208,7 @@ def write_program(
     schedule = plan_schedule(plan)
     texts = ["\n".join(map(str, actions)) + "\n" for actions in schedule.ranks]
     by_rank = {rank: texts[s] for s, stage in enumerate(plan.stages) for rank in stage.ranks}
-    mesh_ranks = range(1, len(plan.stages[0].ranks))
+    mesh_ranks = range(1, max(len(stage.ranks) for stage in plan.stages))
     return export(
         directory,
         plan=plan.dumps(),

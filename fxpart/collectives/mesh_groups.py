@@ -26,13 +26,16 @@ def make_groups(
 ) -> Groups:
     """Return torch's groups of this rank by stage and mesh ranks; a collective call.
 
-    ranks: of each stage and mesh rank. axes: the sets of axes to create groups for, by default all.
+    ranks: of each stage and mesh rank; one that represents several mesh ranks is in the groups of
+    the first. axes: the sets of axes to create groups for, by default all.
     """
     limit, rank = timedelta(seconds=timeout), dist.get_rank()
     found: Groups = {}
     for stage, row in enumerate(ranks):
         for mesh_ranks in list_groups(mesh, axes):
             here = [row[mesh_rank] for mesh_rank in mesh_ranks]
+            if any(row.index(rank) != at for rank, at in zip(here, mesh_ranks, strict=True)):
+                continue  # a rank that represents several mesh ranks runs only the first of them
             made = _new_group(here, limit)
             if rank in here:
                 found.setdefault(stage, {})[mesh_ranks] = made

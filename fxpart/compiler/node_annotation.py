@@ -31,6 +31,7 @@ RNG_KEY = "rng_key"
 MESH_KEY = "fxpart_mesh"  # a graph with shardings: its Mesh
 MESH_RANK_KEY = "fxpart_lane"  # a rank-local graph: its mesh rank
 PARTIAL_KEY = "fxpart_partial"  # a rank-local graph: per parameter, gradient-reduction axes
+WHOLE_KEY = "fxpart_whole"  # a graph with shardings: per node, axes that its stage does not have
 OUTPUTS_KEY = "fxpart_outputs"  # a rank-local graph: placements of each output, or None
 
 

@@ -31,6 +31,9 @@ def sharding(plan: Plan) -> Faults:
             f"{short(given.mesh)!a} is one rank, so that there is nothing to shard",
         )
     expected = {"pipeline": len(plan.firsts), **dict(mesh.axes)}
+    sizes = {len(stage.ranks) for stage in plan.stages}
+    if len(sizes) > 1:
+        expected = {"pipeline": len(plan.stages)}
     if plan.mesh != expected:
         yield "mesh", f"the mesh is {plan.mesh}, but stages and sharding.mesh yield {expected}"
     for position, stage in enumerate(plan.stages):
@@ -39,10 +42,18 @@ def sharding(plan: Plan) -> Faults:
                 f"stages[{position}].zero",
                 f"the level is {stage.zero}, but sharding.zero is {given.zero}",
             )
-        if stage.data_parallel * stage.tensor_parallel * stage.context_parallel != mesh.size:
+        product = stage.data_parallel * stage.tensor_parallel * stage.context_parallel
+        if product == mesh.size:
+            continue
+        if len(sizes) == 1 or product != stage.data_parallel or mesh.names[-1:] != ("tp",):
             yield (
                 f"stages[{position}]",
                 f"the product of its degrees is not the mesh size, {mesh.size}",
+            )
+        elif stage.data_parallel != mesh.size // mesh.shape[-1]:
+            yield (
+                f"stages[{position}].data_parallel",
+                f"the degree is not that of the mesh {short(given.mesh)!a}",
             )
     if not 0 <= given.zero <= 3:
         yield "sharding.zero", f"{given.zero} is not 0, 1, 2 or 3"

@@ -175,7 +175,7 @@ _TABLE = (
         name="batch_coupling", kind="choice", choices=("per-microbatch",),
         summary="Accept batch statistics of each microbatch instead of the batch.",
     ),
-    _degree("tp", "Tensor-parallel degree."),
+    _degree("tp", 'Tensor-parallel degree; "1|2": that of each stage.'),
     _degree(DATA_AXIS, "Data-parallel degree."),
     _degree("ep", "Expert-parallel degree."),
     _degree(CONTEXT_AXIS, "Context-parallel degree."),

@@ -150,12 +150,12 @@ class PlanPlacement(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_field
 class PlanSharding(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the ranks of each stage share its work.
 
-    mesh: "dp=2,tp=2", the same for every stage: rank = stage * mesh size + mesh rank, with the
-    first axis major. zero: ZeRO level over ``zero_axis`` ("dp", or for 1 and 2 also "dp,cp"): 1
-    shards optimizer state, 2 gradients too, 3 parameters too. placed: values and ops that are not
-    replicated on every axis. unruled: ops without a sharding rule, which every rank computes whole,
-    with their number. certificate: of the placements that annotations do not determine; None where
-    there are none.
+    mesh: "dp=2,tp=2" of every stage, with the first axis major; a stage of tensor degree 1 has one
+    rank for all mesh ranks along "tp". zero: ZeRO level over ``zero_axis`` ("dp", or for 1 and 2
+    also "dp,cp"): 1 shards optimizer state, 2 gradients too, 3 parameters too. placed: values and
+    ops that are not replicated on every axis. unruled: ops without a sharding rule, which every
+    rank computes whole, with their number. certificate: of the placements that annotations do not
+    determine; None where there are none.
     """
 
     mesh: str

@@ -51,6 +51,9 @@ def _find_violations(
             found = _find_wrong_layout(plan, constraint, blocks)
         elif constraint.key == "cut":
             found = _find_forbidden_cut(plan, constraint, blocks)
+        elif constraint.by_stage:
+            degrees = [str(stage.tensor_parallel) for stage in plan.stages]
+            found = "" if degrees == [*constraint.values] else f"tp={'|'.join(degrees)}"
         elif constraint.key in _WITHOUT_EFFECT_ON_ONE_RANK and _has_no_effect(plan, constraint):
             found = ""
         elif (
@@ -89,6 +92,8 @@ def _degrees(plan: Plan) -> dict[str, set[str]]:
         axes = merge_data_axes(mesh)
         expert = {str(stage.expert_parallel) for stage in plan.stages}  # over dp
         named = {axis: {str(axes.get(axis, 1))} for axis in DEGREES}
+        if len({len(stage.ranks) for stage in plan.stages}) > 1:
+            named["tp"] = {str(stage.tensor_parallel) for stage in plan.stages}
         if plan.sharding.zero and plan.sharding.zero_axis == SHARD_AXIS:
             named["shard_degree"] = {str(mesh.count(SHARD_AXIS))}
         return named if "ep" in axes else {**named, "ep": expert}

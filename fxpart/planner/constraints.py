@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from fxpart.errors import Problem, error
 from fxpart.plan.constraint_table import (
     CONSTRAINTS,
+    CONTEXT_AXIS,
     DATA_AXES,
     DATA_AXIS,
     DEGREES,
@@ -51,6 +52,7 @@ def find_constraint_problems(constraints: Constraints) -> list[Problem]:
             *_find_virtual_stage_problems(constraints),
             *_find_solver_problems(constraints),
             *_find_offload_problems(constraints),
+            *_find_stage_degree_problems(constraints),
         ]
     needing: tuple[str, ...] = ()
     if constraints.get("mesh") in (None, "", "none"):
@@ -135,6 +137,40 @@ def _find_offload_problems(constraints: Constraints) -> Iterator[Problem]:
         yield Problem(
             "FXP109", f"constraint offload={offload!r}", why, "use recompute=full or recompute=none"
         )
+
+
+def list_stage_degrees(constraints: Constraints) -> tuple[int, ...]:
+    """Return the tensor degree of each stage where the constraints give them; else ()."""
+    found = [w for w in parse_constraints(constraints) if w.key == "tp" and w.by_stage]
+    return found[0].numbers if found else ()
+
+
+def _find_stage_degree_problems(constraints: Constraints) -> Iterator[Problem]:
+    """Yield FXP109 for tensor degrees by stage that cannot be planned or trained."""
+    degrees = list_stage_degrees(constraints)
+    if not degrees:
+        return
+    fixed = {w.key: w for w in parse_constraints(constraints) if w.kind == "fix"}
+    why, fix = "", ""
+    if len(set(degrees)) != 2 or min(degrees) != 1:
+        why = "tensor degrees of stages must be 1 or one other number, and both must occur"
+        fix = 'use "1|2", or a single degree for all stages'
+    elif "pp" in fixed and str(len(degrees)) not in fixed["pp"].values:
+        why = f"it gives the degrees of {len(degrees)} stages, but {fixed['pp']} is requested"
+        fix = f"use stages={len(degrees)}, or remove it"
+    elif mode_of(constraints) != "sync":
+        why, fix = f"mode={mode_of(constraints)} has stages of equal degrees", "use mode=sync"
+    elif constraints.get("mesh", "auto") not in ("", "auto"):
+        why, fix = "a mesh fixes one degree for all stages", "remove mesh, or tp"
+    elif constraints.get("copies", "auto") == "always":
+        why, fix = "stages of different degrees have no replicas", "remove copies"
+    elif offload_of(constraints) != "none":
+        why, fix = "offloading needs stages of equal degrees", "remove offload"
+    for key, plain in (("zero", "0"), ("ep", "1"), (CONTEXT_AXIS, "1"), ("shard_degree", "0")):
+        if not why and key in fixed and plain not in fixed[key].values:
+            why, fix = f"stages of different degrees need {key}={plain}", f"remove {key}"
+    if why:
+        yield Problem("FXP109", f"constraint tp={'|'.join(map(str, degrees))}", why, fix)
 
 
 def merge_data_axes(mesh: Mesh) -> dict[str, int]:

@@ -311,10 +311,7 @@ def with_degrees(request: PlanRequest) -> dict[str, int | float | str | bool]:
 
 
 def _check_proposable(request: PlanRequest) -> None:
-    """Raise FXP109 for constraints that need a lowered graph, which --space all does not have.
-
-    And for a staleness penalty, which is not in the joint problem.
-    """
+    """Raise FXP109 for constraints that need a lowered graph, and for a staleness penalty."""
     given = request.constraints
     if request.penalty is not None:
         raise error(
@@ -365,18 +362,29 @@ def plan_best_choice(
         raise FxpartError(
             explain_joint_infeasible(constrained, wider=problem, constraints=constraints)
         )
-    placement, costs = (
-        assign_devices(request.cluster, constrained, solution.choice),
-        request.cost_model,
-    )
-    optimizer = choose(request.optimizer)
+    return plan_choice(constrained, solution, provenance, request, captured, graph, info)
+
+
+def plan_choice(
+    problem: JointProblem,
+    solution: JointSolution,
+    provenance: dict[str, str],
+    request: PlanRequest,
+    captured: CapturedModel,
+    graph: fx.GraphModule,
+    info: PlanModel,
+) -> Plan:
+    """Return the plan of a solution's choice, on devices assigned by the traffic of stages."""
+    assert solution.choice is not None
+    placement = assign_devices(request.cluster, problem, solution.choice)
+    costs, optimizer = request.cost_model, choose(request.optimizer)
     elements = [0] * len(problem.blocks)
     for weight in weights(graph.graph, captured, trained_names(captured), optimizer):
         elements[weight.blocks[0]] += captured.state[weight.name].numel()
     plan = make_joint_plan(
         info,
         request.cluster,
-        constrained,
+        problem,
         solution,
         batch_size=captured.batch_size,
         optimizer=optimizer.name,

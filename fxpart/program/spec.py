@@ -81,6 +81,8 @@ class StageSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     that seeds the stage's random ops. inputs: user inputs and values of earlier stages by name.
     sources: per input, the producing stage, or -1 for a user input. outputs: values used by later
     stages, the loss and the user's outputs. targets: per output, the stages that receive it.
+    ranks: their number if the stage has a smaller mesh than the program, whose minor axes are
+    replicated there; 0: as many as the program's mesh.
     """
 
     index: int
@@ -90,6 +92,7 @@ class StageSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     targets: tuple[tuple[int, ...], ...]
     state: tuple[StateSpec, ...]
     random_ops: int = 0
+    ranks: int = 0
 
 
 class StateSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,12 +110,11 @@ class StateSharding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class ShardingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sharding of stages over several ranks. Without one, each stage has one rank.
 
-    mesh: "dp=2,tp=2", the same for every stage; rank = stage * mesh size + mesh rank. The program
-    with this field is that of one mesh rank, with local shapes and state. inputs: the user's whole
-    tensors. placements: placements of each input's microbatches, by name. state: parameters and
-    buffers of all stages, by original name. zero: 0, 1 (optimizer state sharded over the axis
-    ``zero_axis``, or over several axes, "dp,cp") or 2 (gradients, too); ZeRO-3 is a placement of
-    the weights.
+    mesh: "dp=2,tp=2" of every stage, but see the stages' ``ranks``. The program with this field is
+    that of one mesh rank, with local shapes and state. inputs: the user's whole tensors.
+    placements: placements of each input's microbatches, by name. state: parameters and buffers of
+    all stages, by original name. zero: 0, 1 (optimizer state sharded over the axis ``zero_axis``,
+    or over several axes, "dp,cp") or 2 (gradients, too); ZeRO-3 is a placement of the weights.
     """
 
     mesh: str

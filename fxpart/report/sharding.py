@@ -16,10 +16,13 @@ KINDS = {"input": "input", "state": "weight", "op": "op"}
 
 def headline(plan: Plan) -> str:
     """Return mesh, degrees and ZeRO in one line; "" where each stage has one rank."""
-    given, stage = plan.sharding, plan.stages[0]
+    given, stage = plan.sharding, max(plan.stages, key=lambda stage: len(stage.ranks))
     if given is None:
         return ""
-    parts = [f"mesh {given.mesh}: {units.plural(len(stage.ranks), 'rank')} per stage"]
+    counts = list(dict.fromkeys(len(each.ranks) for each in plan.stages))
+    several = f"{' or '.join(map(str, sorted(counts)))} ranks"
+    ranks = several if len(counts) > 1 else units.plural(counts[0], "rank")
+    parts = [f"mesh {given.mesh}: {ranks} per stage"]
     if stage.data_parallel > 1:
         parts.append(f"{stage.data_parallel} data-parallel")
     if stage.tensor_parallel > 1:

@@ -21,7 +21,13 @@ from fxpart.runtime.executor.recompute import Mode
 from fxpart.runtime.executor.step_executor import StepExecutor
 from fxpart.runtime.executor.transfer_routes import find_routes
 from fxpart.runtime.gradients.tied_parameters import find_tied_transfers
-from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks, get_pipeline_ranks
+from fxpart.runtime.mesh.mesh_ranks import (
+    MeshRank,
+    Ranks,
+    find_receivers,
+    get_pipeline_ranks,
+    has_mesh_rank,
+)
 from fxpart.runtime.monitor.recorder import Recorder
 from fxpart.runtime.transport.agreement import (
     AllRanksError,
@@ -176,6 +182,7 @@ class PipelineEngine:
             name, mesh_rank.spec, ranks, microbatches, self._transport.ranks
         )
         hooks = None if self._hooks is None else self._hooks(mesh_rank.index)
+        own = [k for k in range(len(ranks)) if has_mesh_rank(self._ranks, k, mesh_rank.index)]
         return [
             StepExecutor(
                 mesh_rank.spec,
@@ -192,9 +199,10 @@ class PipelineEngine:
                 recompute=self._recompute,
                 offload=self._offload,
                 events=self._events,
+                receivers=partial(find_receivers, self._ranks, mesh_rank=mesh_rank.index),
             )
             for rank in self._transport.local
-            if rank in ranks
+            if rank in [ranks[stage] for stage in own]
         ]
 
     def _record_gate(self, executor: StepExecutor, gate: Callable[[], None]) -> Callable[[], None]:

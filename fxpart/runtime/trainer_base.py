@@ -114,7 +114,9 @@ class TrainerBase(OptimizerOwner):
         self.options = TrainerOptions.of(options)
         self.calls = 0
         self.ambient = TorchModes()
-        self._ranks = build_rank_table(ranks, get_stage_mesh(spec).size)
+        self._ranks = build_rank_table(
+            ranks, get_stage_mesh(spec).size, [stage.ranks for stage in spec.stages]
+        )
         self._transport = transport
         self.events = FlightRecorder(transport.local[0])
         self.pace = StragglerDetector(self._ranks, warns=0 in transport.local)

@@ -324,6 +324,8 @@ def _find_unflushed_reasons(spec: ProgramSpec, options: TrainerOptions) -> Itera
         yield "replicated stages with round-robin routing", fix
     if sharding is not None and sharding.zero:
         yield "a sharded optimizer (ZeRO)", "use zero=0"
+    if any(stage.ranks for stage in spec.stages):
+        yield "stages of different tensor degrees", "use one tensor degree for all stages"
     if options.compile_stages and options.mode.backward != "forward":
         why = "compiled stages: their backward may recompute activations, with other weights than "
         yield f"{why}those of their forward", 'use compile_stages=False or weight_mode="stash"'

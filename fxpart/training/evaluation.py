@@ -15,6 +15,11 @@ from fxpart.codegen.materialization import ShardSelector
 from fxpart.codegen.mesh_programs.microbatch_graph import divide_graph, divide_sharded_graph
 from fxpart.codegen.mesh_programs.rank_programs import cut
 from fxpart.codegen.mesh_programs.row_dependence import mark_batch_dependent_nodes
+from fxpart.codegen.mesh_programs.stage_meshes import (
+    as_assigned,
+    check_stage_meshes,
+    place_evaluation,
+)
 from fxpart.codegen.module_emitter import emit
 from fxpart.codegen.stage_loader import load_stage
 from fxpart.codegen.stage_split import StageGraph
@@ -127,18 +132,25 @@ def place_on_training_stages(
             _build_mesh_rank(captured, trained, *_replicate(plan, *made), mesh_rank)
             for mesh_rank in mesh_ranks
         ]
-    like = program.mesh_rank_programs.sharded.like(graph, captured)
+    programs = program.mesh_rank_programs
+    like = programs.sharded.like(graph, captured)
     sharded = divide_sharded_graph(
         replace(like, whole_outputs=keep_outputs), captured, plan.microbatches, outputs=keep_outputs
     )
+    if programs.stage_ranks:
+        sharded = place_evaluation(program.graph, sharded, programs.stage_ranks)
     found = []
     for mesh_rank in mesh_ranks:
-        own = assign_like(
-            program.mesh_rank_programs.graph(mesh_rank.index), sharded.local(mesh_rank.index)
-        )
+        local = sharded.local(mesh_rank.index)
+        if programs.stage_ranks:
+            own = as_assigned(local, len(programs.stage_ranks))
+        else:
+            own = assign_like(programs.graph(mesh_rank.index), local)
         made = cut(
             own, captured, plan.seed, sharded, plan.transfer_dtype, keep_outputs=keep_outputs
         )
+        if programs.stage_ranks:
+            check_stage_meshes(own, made[0], sharded.mesh, programs.stage_ranks)
         found.append(_build_mesh_rank(captured, trained, *_replicate(plan, *made), mesh_rank))
     return found
 

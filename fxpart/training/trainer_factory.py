@@ -24,7 +24,13 @@ from fxpart.program.spec import ProgramSpec
 from fxpart.runtime import InProcess, ProcessGroupTransport, Trainer, connect, heartbeat
 from fxpart.runtime.entry_point import announce_call
 from fxpart.runtime.host.gpus import local_device
-from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks, build_rank_table, get_stage_mesh
+from fxpart.runtime.mesh.mesh_ranks import (
+    MeshRank,
+    Ranks,
+    build_rank_table,
+    get_stage_mesh,
+    has_mesh_rank,
+)
 from fxpart.runtime.optimizer.factory import make_default_optimizer
 from fxpart.runtime.optimizer.user_optimizer import UserOptimizer
 from fxpart.runtime.queues.fault_tolerant_transport import FaultTolerantTransport
@@ -197,7 +203,8 @@ class _LocalPlacement:
     def of(cls, plan: Plan, spec: ProgramSpec, timeout: float | None) -> _LocalPlacement:
         """Connect the ranks."""
         size = get_stage_mesh(spec).size
-        ranks = build_rank_table([plan.stages[stage].ranks for stage in stage_of(plan)], size)
+        rows = [plan.stages[stage].ranks for stage in stage_of(plan)]
+        ranks = build_rank_table(rows, size, [stage.ranks for stage in spec.stages])
         _check_gpus(plan)
         kind = _get_device_type(plan)
         step = plan.prediction.step_seconds
@@ -214,7 +221,12 @@ class _LocalPlacement:
 
     def stages(self, mesh_rank: int) -> list[int]:
         """Return the stages of a mesh rank that run in this process."""
-        return [s for s, row in enumerate(self.ranks) if row[mesh_rank] in self.transport.local]
+        local = self.transport.local
+        return [
+            stage
+            for stage, row in enumerate(self.ranks)
+            if row[mesh_rank] in local and has_mesh_rank(self.ranks, stage, mesh_rank)
+        ]
 
     def device(self, stage: int, mesh_rank: int) -> torch.device:
         """Return the device of a mesh rank of a stage."""

@@ -257,7 +257,9 @@ class LocalGraphBuilder:
         new = self.graph.call_function(target, args, kwargs or {})
         origin = annotation(self.like)
         new.meta = {k: v for k, v in self.like.meta.items() if k in ("nn_module_stack",)}
-        new.meta[KEY] = NodeAnnotation(module=origin.module, source=origin.source, block=self.block)
+        new.meta[KEY] = NodeAnnotation(
+            module=origin.module, source=origin.source, block=self.block, stage=origin.stage
+        )
         new.meta["val"] = self.run.value(new)
         return new
 

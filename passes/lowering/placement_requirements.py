@@ -8,7 +8,7 @@ then deferred to the end of the step.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,7 @@ class PlacementRequirements:
     op, the requirements of its operands in order. users: per value, the requirements of its users.
     partial: per value, the axes on which users may return a Partial gradient although it is
     Replicate. joined: per value, the axes on which the gradient of its gathered or reduced form is
-    Partial.
+    Partial. complete: by name of a value, the axes on which its gradient must not be Partial.
     """
 
     mesh: Mesh
@@ -70,18 +70,26 @@ class PlacementRequirements:
     users: dict[fx.Node, list[PlacementRequirement]] = field(default_factory=dict)
     partial: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     joined: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+    complete: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def home(self, node: fx.Node) -> Whole:
         """Return the placements of a node with a single tensor."""
         return self.homes[node][0]
 
 
-def analyse(graph: fx.Graph, mesh: Mesh, *, whole_outputs: bool) -> PlacementRequirements:
+def analyse(
+    graph: fx.Graph,
+    mesh: Mesh,
+    *,
+    whole_outputs: bool,
+    complete: Mapping[str, frozenset[int]],
+) -> PlacementRequirements:
     """Return all requirements of a graph; undecided placements and strategies are replicated.
 
-    whole_outputs: every rank returns the user's outputs unsharded (the loss always is).
+    whole_outputs: every rank returns the user's outputs unsharded (the loss always is). complete:
+    by name of a value, the axes on which its gradient must not be Partial.
     """
-    found = PlacementRequirements(mesh)
+    found = PlacementRequirements(mesh, complete=complete)
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             found.homes[node] = found.given[node] = _stated(node, mesh)
@@ -273,7 +281,7 @@ def _may_wait(found: PlacementRequirements, graph: fx.Graph) -> dict[fx.Node, fr
             axes = may[node.args[0]]
         else:
             axes = _untouched(found, node)
-        may[node] = axes
+        may[node] = axes - found.complete.get(node.name, frozenset())
     return may
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from torch import fx
 
 from fxpart.codegen.local_capture import build_local_capture, sharding_spec
+from fxpart.codegen.mesh_programs.stage_meshes import check_stage_meshes, with_stage_ranks
 from fxpart.codegen.module_emitter import emit
 from fxpart.codegen.stage_split import StageGraph, split
 from fxpart.codegen.totals_spec import weight_spec
@@ -32,6 +33,7 @@ class MeshRankPrograms:
     order: the block order in which ``starts`` counts; empty for the graph's order. transfer_dtype:
     of the program. in_blocks: stages whose blocks can be rerun one by one. rounds: of each stage's
     replicas (:func:`fxpart.program.replicas.replicate_stages`), empty without replicas.
+    stage_ranks: number of ranks of each stage where these differ.
     """
 
     sharded: ShardedGraph
@@ -42,6 +44,7 @@ class MeshRankPrograms:
     transfer_dtype: str = ""
     in_blocks: tuple[int, ...] = ()
     rounds: tuple[tuple[int, ...], ...] = ()
+    stage_ranks: tuple[int, ...] = ()
     _graphs: dict[int, fx.GraphModule] = field(default_factory=dict)
     _made: dict[int, tuple[ProgramSpec, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -60,6 +63,11 @@ class MeshRankPrograms:
                 graph, self.captured, self.seed, self.sharded, self.transfer_dtype, self.in_blocks
             )
             self._made[id(graph)] = replicate_program(*made, self.rounds) if self.rounds else made
+            if self.stage_ranks:
+                spec, sources = made
+                check_stage_meshes(graph, spec, self.sharded.mesh, self.stage_ranks)
+                spec = with_stage_ranks(spec, self.sharded.mesh, self.stage_ranks)
+                self._made[id(graph)] = spec, sources
         return self._made[id(graph)]
 
     def with_replicas(self, rounds: Sequence[Sequence[int]]) -> MeshRankPrograms:

@@ -22,7 +22,10 @@ MODE_FAMILIES: Registry[ModelPlanFamily] = Registry(
 )
 REPLICA_FAMILIES: Registry[ModelPlanFamily] = Registry(
     "plan family",
-    {"replicated stages": LazyEntry(f"{_MODULE}.replicated_stages:REPLICATED_STAGES")},
+    {
+        "stage degrees": LazyEntry(f"{_MODULE}.stage_degrees:STAGE_DEGREES"),
+        "replicated stages": LazyEntry(f"{_MODULE}.replicated_stages:REPLICATED_STAGES"),
+    },
 )
 MESH_FAMILIES: Registry[MeshPlanFamily] = Registry(
     "plan family of a mesh",

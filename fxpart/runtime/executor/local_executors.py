@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import monotonic, sleep
 from typing import TypeVar
 
 from fxpart.errors import FxpartError, error
@@ -17,6 +18,8 @@ from fxpart.runtime.transport.interface import PeerLostError, TransferTimeoutErr
 E = TypeVar("E", bound=Executor)
 R = TypeVar("R")
 T = TypeVar("T")
+_PAUSE = 1e-4  # Seconds between looks for messages of other mesh ranks in this process.
+_LIMIT = 300.0  # Maximum seconds of such a wait.
 
 
 class LocalExecutors:
@@ -30,6 +33,7 @@ class LocalExecutors:
         self, mesh_ranks: Sequence[int], transport: Transport, meshes: MeshCommunicators | None
     ) -> None:
         """mesh_ranks: those of this process. meshes: their communicators."""
+        self._receives_across = meshes is not None and meshes.threads and meshes.differ
         self.broken: str | None = None
         self.has_threads = meshes is not None and meshes.threads
         self._transport = transport
@@ -107,6 +111,14 @@ class LocalExecutors:
         for executor in executors:
             leave_if_halted(executor)  # Since an earlier call, of an asynchronous pipeline.
         stuck = run_cooperatively(runs, lambda each: each.position, after=leave_if_halted)
+        latest, limit = sum(each.position for each in executors), monotonic() + _LIMIT
+        # Messages of stages on meshes of different size come from other mesh ranks' threads.
+        while stuck and self._receives_across and monotonic() < limit:
+            sleep(_PAUSE)
+            runs = {each: runs[each] for each in stuck}
+            stuck = run_cooperatively(runs, lambda each: each.position, after=leave_if_halted)
+            if (position := sum(each.position for each in executors)) > latest:
+                latest, limit = position, monotonic() + _LIMIT
         if stuck:
             self.broken = "no rank can make progress"
             where = ", ".join(f"rank {each.rank} at {each.doing}" for each in stuck)

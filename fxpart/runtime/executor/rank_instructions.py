@@ -40,7 +40,8 @@ class RankInstructions(Executor):
     """The instructions of one rank's step, and their shared state.
 
     losses, outputs (by name): per microbatch, for this rank's stages. halves: by stage, the
-    splitter of its backwards.
+    splitter of its backwards. receivers: returns the ranks to which a stage of this rank sends the
+    messages for another stage; None: the rank of the schedule.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class RankInstructions(Executor):
         recompute: Mapping[int, Mode] | None = None,
         offload: bool = False,
         events: FlightRecorder | None = None,
+        receivers: Callable[[int, int], tuple[int, ...]] | None = None,
     ) -> None:
         """modules: the rank's stage modules by stage index.
 
@@ -71,9 +73,8 @@ class RankInstructions(Executor):
             rank, schedule.stage_rank, FlightRecorder(rank, 64) if events is None else events,
             threads=threads, on_failure=on_failure,
         )  # fmt: skip
-        self._hooks = hooks
-        self._transport = transport
-        self._device = device
+        self._receivers = receivers or (lambda _, target: (schedule.stage_rank[target],))
+        self._hooks, self._transport, self._device = hooks, transport, device
         self._train = train
         self._runs = schedule.runs
         self._routes = MessageRoutes(spec, schedule, rank, transport, device)
@@ -96,7 +97,9 @@ class RankInstructions(Executor):
         self._feed = StepInput((), (), (), ())
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[str, dict[int, torch.Tensor]] = {}
-        self._tied_gradients = TiedGradientReducer(spec, modules, schedule, rank, transport, device)
+        self._tied_gradients = TiedGradientReducer(
+            spec, modules, schedule, rank, transport, device, self._receivers
+        )
         self._late_arrivals: list[Arrival] = []
         self.halves = {
             index: BackwardSplitter(
@@ -106,8 +109,7 @@ class RankInstructions(Executor):
             )
             for index, module in modules.items()
         }
-        self._prepared = self._prepare(schedule.ranks[rank])
-        self._instructions = self._prepared
+        self._prepared = self._instructions = self._prepare(schedule.ranks[rank])
 
     def _prepare(self, actions: Sequence[Action]) -> list[Instruction]:
         last = {cell: i for i, a in enumerate(actions) for cell in self._find_read_cells(a)}
@@ -218,10 +220,10 @@ class RankInstructions(Executor):
         if action.kind.is_compute:
             return self._make_start_mark(action)
         assert action.peer is not None
+        targets = self._receivers(action.stage, action.peer)
         return self.events.mark(
-            str(action), "send", stage=action.stage, microbatch=action.microbatch,
-            peer=self._stage_rank[action.peer],
-        )  # fmt: skip
+            str(action), "send", stage=action.stage, microbatch=action.microbatch, peer=targets[0]
+        ) if targets else None  # fmt: skip
 
     def _make_start_mark(self, action: Action) -> Mark:
         """Return the event that an action has all its inputs."""
@@ -353,12 +355,12 @@ class RankInstructions(Executor):
         return Instruction(action, (), do, do_nothing)
 
     def _prepare_send(self, action: Action) -> Instruction:
-        carried = self._routes.carried(action)
-        if not carried:
-            return Instruction(action, (), do_nothing)
         assert action.peer is not None
+        carried, targets = self._routes.carried(action), self._receivers(action.stage, action.peer)
+        if not carried or not targets:
+            return Instruction(action, (), do_nothing)
         forward = action.kind is ActionKind.SEND_F
-        sender = LinkSender(self._sender, carried, self._stage_rank[action.peer], forward=forward)
+        sender = LinkSender(self._sender, carried, targets, forward=forward)
         key, microbatch = (action.stage, action.microbatch), action.microbatch
 
         def do() -> None:

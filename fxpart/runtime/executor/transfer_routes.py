@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from fxpart.program.edges import find_stage_edges
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.gradients.tied_parameters import find_tied_parameters
-from fxpart.runtime.mesh.mesh_ranks import Ranks
+from fxpart.runtime.mesh.mesh_ranks import Ranks, find_receivers
 from fxpart.runtime.transport.interface import BACKWARD, FORWARD, STATE, Route
 
 
@@ -25,7 +25,8 @@ def place_routes(stage_routes: Iterable[tuple[int, int, int]], ranks: Ranks) -> 
     found = {
         Route(source, target, channel)
         for start, end, channel in stage_routes
-        for source, target in zip(ranks[start], ranks[end], strict=True)
+        for mesh_rank, source in enumerate(ranks[start])
+        for target in find_receivers(ranks, start, end, mesh_rank)
     }
     return sorted(route for route in found if route.source != route.target)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,12 +40,16 @@ class ValueSender:
         while self._sending:
             self._transport.wait(self._sending.popleft())
 
-    def send(self, tensors: list[torch.Tensor], target: int, channel: int) -> None:
-        """Send tensors to a rank; wait for earlier sends while many are in flight."""
-        for tensor in tensors:
-            if len(self._sending) >= WINDOW:
-                self._transport.wait(self._sending.popleft())
-            self._sending.append(self._transport.send(self._rank, target, channel, tensor))
+    def send(self, tensors: list[torch.Tensor], targets: Sequence[int], channel: int) -> None:
+        """Send tensors to each of the ranks; wait for earlier sends while many are in flight."""
+        for target in targets:
+            # Within a process a message is the tensor itself, and ranks must not share memory.
+            copies = target != targets[0] and target in self._transport.local
+            for tensor in tensors:
+                if len(self._sending) >= WINDOW:
+                    self._transport.wait(self._sending.popleft())
+                message = tensor.clone() if copies else tensor
+                self._sending.append(self._transport.send(self._rank, target, channel, message))
 
     def pack(
         self, channel: int, link: ValueEdge, value: torch.Tensor, new: NewOrders
@@ -72,13 +77,18 @@ class ValueSender:
 
 
 class LinkSender:
-    """Sends the values (or gradients) of all links of a stage pair to a rank."""
+    """Sends the values (or gradients) of all links of a stage pair to one or more ranks."""
 
     def __init__(
-        self, sender: ValueSender, links: tuple[ValueEdge, ...], target: int, *, forward: bool
+        self,
+        sender: ValueSender,
+        links: tuple[ValueEdge, ...],
+        targets: tuple[int, ...],
+        *,
+        forward: bool,
     ) -> None:
-        """target: rank. forward: values, otherwise gradients."""
-        self._sender, self._target, self._forward = sender, target, forward
+        """targets: ranks. forward: values, otherwise gradients."""
+        self._sender, self._targets, self._forward = sender, targets, forward
         self._channel = FORWARD if forward else BACKWARD
         self._links = [(link, make_shape_function(link.shape)) for link in links]
 
@@ -95,7 +105,7 @@ class LinkSender:
                 value = value.to(torch_dtype(link.sent))
             tensors += self._sender.pack(self._channel, link, value, new)
         self._sender.note_orders(new)
-        self._sender.send(tensors, self._target, self._channel)
+        self._sender.send(tensors, self._targets, self._channel)
 
     def send_zeros(self, sizes: Sizes) -> None:
         """Send zeros after a failure."""
@@ -105,7 +115,7 @@ class LinkSender:
             zeros = self._sender.make_zeros(of(sizes), torch_dtype(link.sent))
             tensors += self._sender.pack(self._channel, link, zeros, new)
         self._sender.note_orders(new)
-        self._sender.send(tensors, self._target, self._channel)
+        self._sender.send(tensors, self._targets, self._channel)
 
 
 def make_shape_error(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from fxpart.runtime.mesh.mesh_ranks import find_receivers
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.state.model_state import ModelState, StateEntry
 from fxpart.runtime.transport.interface import STATE
@@ -16,7 +17,8 @@ def send_tied_gradients(state: ModelState, shards: OptimizerShards) -> None:
 
     The sums are computed during the backward passes
     (:mod:`fxpart.runtime.gradients.tied_parameters`); for programs with replicas see
-    :mod:`fxpart.runtime.gradients.stage_replicas`. Each mesh rank sends within its own pipeline.
+    :mod:`fxpart.runtime.gradients.stage_replicas`. Each mesh rank sends within its own pipeline,
+    and to those that it represents.
     """
     for name, entry in find_tied_entries(state):
         if name in shards.rows:
@@ -47,12 +49,12 @@ def _send_tied_gradient(
         total = _gradient(shards.of(copies[owner]))
         for stage in others:
             # Within a process a message is the tensor itself, and copies must not share memory.
-            rank = state.rank(stage, mesh_rank)
-            if rank == home:
-                shards.of(copies[stage]).grad = total.clone()
-                continue
-            message = total.clone() if rank in transport.local else total.contiguous()
-            sends.append(transport.send(home, rank, STATE, message))
+            for rank in find_receivers(state.ranks, owner, stage, mesh_rank):
+                if rank == home:
+                    shards.of(copies[stage]).grad = total.clone()
+                    continue
+                message = total.clone() if rank in transport.local else total.contiguous()
+                sends.append(transport.send(home, rank, STATE, message))
     for stage in others:
         if stage in copies and state.rank(stage, mesh_rank) != home:
             copy = shards.of(copies[stage])

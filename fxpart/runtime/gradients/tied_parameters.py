@@ -14,7 +14,7 @@ part to the owner, which adds it at the end of the step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -122,8 +122,13 @@ class TiedGradientReducer:
         rank: int,
         transport: Transport,
         device: torch.device,
+        receivers: Callable[[int, int], tuple[int, ...]],
     ) -> None:
-        """modules: the rank's stage modules by stage index. schedule: lowered."""
+        """modules: the rank's stage modules by stage index. schedule: lowered.
+
+        receivers: returns the ranks to which a stage of this rank sends its sums for another stage.
+        """
+        self._receivers = receivers
         self._rank = rank
         self._transport = transport
         self._device = device
@@ -191,9 +196,10 @@ class TiedGradientReducer:
             if self._stage_rank[action.stage] != self._rank:
                 continue
             for target, items in out[action.stage].items():
-                if self._stage_rank[target] != self._rank:
+                receivers = self._receivers(action.stage, target)
+                if self._stage_rank[target] != self._rank and receivers:
                     untaken[action.stage, target, action.microbatch] = count
-                    count += len(items)
+                    count += len(items) * len(receivers)
                     most = max(most, count - next(iter(untaken.values())))
         return most
 
@@ -300,12 +306,15 @@ class TiedGradientReducer:
         target = self._stage_rank[key[1]]
         if target == self._rank:
             self._local[name, key] = gradient
-        else:
+            return
+        for receiver in self._receivers(key[0], key[1]):
             if not self._late_routes:  # Late sums are received only at the end of the step.
                 while len(self._sending) >= self._window:
                     self._transport.wait(self._sending.popleft())
-            message = gradient.contiguous()
-            self._sending.append(self._transport.send(self._rank, target, STATE, message))
+            # Within a process a message is the tensor itself, and ranks must not share memory.
+            copies = receiver != target and receiver in self._transport.local
+            message = gradient.clone() if copies else gradient.contiguous()
+            self._sending.append(self._transport.send(self._rank, receiver, STATE, message))
 
     def _receive_sums(self, stage: int, microbatch: int, *, late: bool) -> dict[str, torch.Tensor]:
         """Return the sums sent to a stage, by name; several of one name are added, later first."""

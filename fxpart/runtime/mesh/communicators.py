@@ -23,7 +23,8 @@ from fxpart.sharding import Mesh
 class MeshCommunicators:
     """The communicators of this process.
 
-    threads: whether all mesh ranks are in this process, each in its own thread.
+    threads: whether all mesh ranks are in this process, each in its own thread. differ: whether
+    some stage has fewer ranks than the mesh, each of which represents several mesh ranks.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class MeshCommunicators:
         self.mesh = mesh
         self._ranks = ranks
         self.threads = len(transport.local) == transport.ranks
+        self.differ = any(len(set(row)) < len(row) for row in ranks)
         self._memory: SharedMemory | None = None
         self._hubs: list[InProcessHub] = []
         self._reduction_hubs: list[InProcessHub] = []

@@ -38,27 +38,65 @@ def get_stage_mesh(spec: ProgramSpec) -> Mesh:
     return Mesh() if spec.sharding is None else Mesh.parse(spec.sharding.mesh)
 
 
-def build_rank_table(ranks: Sequence[int | Sequence[int]], mesh_ranks: int) -> Ranks:
+def build_rank_table(
+    ranks: Sequence[int | Sequence[int]], mesh_ranks: int, stage_ranks: Sequence[int] = ()
+) -> Ranks:
     """Return the rank of each stage's mesh ranks; an int denotes consecutive ranks from it.
 
-    A rank may run several stages (virtual stages), always of the same mesh rank. Raises FXP109 if a
-    stage has too few ranks or a rank is used for two mesh ranks.
+    A rank may run several stages (virtual stages), always of the same mesh rank. A stage on a
+    smaller mesh has fewer ranks, each of which represents consecutive mesh ranks with equal values:
+    it runs the first of them. stage_ranks: number of ranks of each stage; 0, and by default: as
+    many as mesh ranks. Raises FXP109 if a stage has too few ranks or a rank runs two mesh ranks.
     """
-    table = tuple(
+    rows = tuple(
         tuple(range(given, given + mesh_ranks)) if isinstance(given, int) else tuple(given)
         for given in ranks
     )
-    places = {(rank, mesh_rank) for stage in table for mesh_rank, rank in enumerate(stage)}
-    if any(len(stage) != mesh_ranks for stage in table) or len({r for r, _ in places}) != len(
-        places
-    ):
+    table = tuple(_represent(row, mesh_ranks) for row in rows)
+    places = {
+        (rank, mesh_rank)
+        for stage, row in enumerate(table)
+        for mesh_rank, rank in enumerate(row)
+        if has_mesh_rank(table, stage, mesh_rank)
+    }
+    counts = [count or mesh_ranks for count in stage_ranks or [0] * len(rows)]
+    wrong = len(counts) != len(rows) or any(
+        len(set(row)) != count or len(whole) != mesh_ranks or len(row) not in (count, mesh_ranks)
+        for row, whole, count in zip(rows, table, counts, strict=False)
+    )
+    if wrong or len({r for r, _ in places}) != len(places):
         raise error(
             "FXP109",
-            where=f"ranks={table}",
+            where=f"ranks={rows}",
             why=f"each stage needs {mesh_ranks} ranks, and a rank can have only one mesh rank",
             fix="pass ranks[stage][mesh_rank]",
         )
     return table
+
+
+def _represent(row: Sequence[int], mesh_ranks: int) -> tuple[int, ...]:
+    """Return a rank for each mesh rank: each of the row's ranks for consecutive ones."""
+    distinct = tuple(dict.fromkeys(row))
+    each = mesh_ranks // len(distinct) if distinct else 0
+    return tuple(rank for rank in distinct for _ in range(each))
+
+
+def has_mesh_rank(ranks: Ranks, stage: int, mesh_rank: int) -> bool:
+    """Return whether a rank runs this mesh rank of a stage; otherwise another one represents it."""
+    return ranks[stage].index(ranks[stage][mesh_rank]) == mesh_rank
+
+
+def find_receivers(ranks: Ranks, source: int, target: int, mesh_rank: int) -> tuple[int, ...]:
+    """Return the ranks of stage ``target`` to which a mesh rank of stage ``source`` sends.
+
+    Each rank receives a value once: from its own mesh rank, or from the rank that represents it.
+    """
+    sender = ranks[source][mesh_rank]
+    return tuple(
+        rank
+        for at, rank in enumerate(ranks[target])
+        if ranks[source][at] == sender and has_mesh_rank(ranks, target, at)
+    )
 
 
 def get_pipeline_ranks(ranks: Ranks, mesh_rank: int) -> tuple[int, ...]:

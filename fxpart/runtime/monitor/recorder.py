@@ -157,7 +157,7 @@ class Recorder:
         recording = MeasuredTimeline(
             schedule=self._schedule,
             microbatches=self._microbatches,
-            stage_ranks=self._ranks,
+            stage_ranks=tuple(tuple(dict.fromkeys(row)) for row in self._ranks),
             spans=(),
             setting=self._setting(len(parts)),
         )

@@ -1,6 +1,6 @@
 """Constraints as text: fixed values, forbidden values, or stages of blocks.
 
-fix     tp=2   dp=2,4   pp=4   microbatches=8   schedule=1f1b   zero=0,1   recompute=none
+fix     tp=2   tp=1|2   dp=2,4   pp=4   microbatches=8   schedule=1f1b   zero=0,1   recompute=none
 forbid  recompute   tp   zero=3   schedule=gpipe   pp=1   cut=layers.5
 stage   layers.0-11=0   lm_head=-1
 layout  Et*3|(tt|)*2L
@@ -18,19 +18,24 @@ from fxpart.plan.constraint_table import CONSTRAINTS, DECISIONS, get_decision, s
 Kind = Literal["fix", "forbid", "stage", "layout"]
 
 CUT = "cut"  # can be forbidden like a decision: a boundary between stages
+STAGE = "|"  # separates the tensor degrees of stages
 LIST = ";"  # separates several entries in one constraint
 
 
 @dataclass(frozen=True)
 class PlanConstraint:
-    """One constraint. key: a decision, "cut", or a pattern of blocks; values: as text."""
+    """One constraint. key: a decision, "cut", or a pattern of blocks; values: as text.
+
+    by_stage: whether the values are those of the stages in order, instead of alternatives.
+    """
 
     kind: Kind
     key: str
     values: tuple[str, ...]
+    by_stage: bool = False
 
     def __str__(self) -> str:
-        words = ",".join(self.values)
+        words = (STAGE if self.by_stage else ",").join(self.values)
         body = {"layout": words, "forbid": self.key}.get(self.kind, f"{self.key}={words}")
         return f"{self.kind} {body}" + (f"={words}" if self.kind == "forbid" and words else "")
 
@@ -49,7 +54,9 @@ def parse_constraint(kind: Kind, text: str) -> PlanConstraint:
         if not key or not _whole(value):
             raise _wrong(kind, text, "The constraint needs blocks and a stage.", "layers.0-11=0")
         return PlanConstraint(kind, key, (str(int(value)),))
-    values = tuple(part.strip() for part in value.split(",")) if equals else ()
+    by_stage = kind == "fix" and key in ("tp", "tensor") and STAGE in value
+    parts = value.split(STAGE if by_stage else ",")
+    values = tuple(part.strip() for part in parts) if equals else ()
     if kind == "forbid" and key == CUT:
         if not value:
             raise _wrong(kind, text, "The cut is missing.", "cut=layers.5")
@@ -67,7 +74,7 @@ def parse_constraint(kind: Kind, text: str) -> PlanConstraint:
             raise _wrong(kind, text, f"Unknown value {one!r}.", choices)
         if spec.kind == "numbers" and (not _whole(one) or int(one) < spec.least or len(one) > 9):
             raise _wrong(kind, text, f"{one!r} is not a whole number.", f"{key}=2")
-    return PlanConstraint(kind, key, values)
+    return PlanConstraint(kind, key, values, by_stage)
 
 
 def parse_constraints(constraints: Mapping[str, object]) -> tuple[PlanConstraint, ...]:
