@@ -317,6 +317,7 @@ EXAMPLES: dict[str, Maker] = {
     "aten.rand": _filled(ATEN.rand.default, seeded=True),
     "aten.randn": _filled(ATEN.randn.default, seeded=True),
     "aten.randint": lambda r: Example(ATEN.randint.default, (9, r.shape()), seeded=True),
+    "aten.normal": lambda r: Example(ATEN.normal.float_float, (0.5, 2.0, r.shape()), seeded=True),
     "aten.randperm": lambda r: Example(ATEN.randperm.default, (r.size(),), seeded=True),
     "aten.new_zeros": _new(ATEN.new_zeros.default),
     "aten.new_ones": _new(ATEN.new_ones.default),
