@@ -18,7 +18,12 @@ from fxpart.compiler.effects import (
     state_written,
     tensors_in,
 )
-from fxpart.compiler.functional_ops import FILLING, METADATA_OPS, functional_form
+from fxpart.compiler.functional_ops import (
+    FILLING,
+    METADATA_OPS,
+    functional_form,
+    missing_defaults,
+)
 from fxpart.compiler.graph_edit import add_call, describe_node, fake_mode, value
 from fxpart.compiler.node_annotation import Level
 from fxpart.compiler.op_behavior import StorageAnalysis, operand_nodes
@@ -246,6 +251,7 @@ class _Rewriter:
                 raise _refuse(node, f"{node.target} has no functional form")
             if packet_name(node.target) == "aten.zero_":
                 args = (*args, 0)
+            args += missing_defaults(node.target, form, args, kwargs)
             fills = packet_name(node.target) in FILLING and self.walk.parts[target][0].grad
             if fills:
                 args = (self._add(torch.ops.aten.detach.default, (old,), {}, node), *args[1:])

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from fxpart.compat import storage_identity
+from fxpart.compat import graph_name, storage_identity
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def state_of(model: nn.Module, loss: object = None, prefix: str = "loss") -> Mod
             if key in seen and tensor.numel():
                 aliases[start + name] = seen[key]
                 continue
-            main = _holdable(start + name)
+            main = graph_name(start + name)
             if main != start + name:
                 aliases[start + name] = main
             seen[key] = main
@@ -90,11 +90,3 @@ def loss_prefix(model: nn.Module) -> str:
     while hasattr(model, prefix):
         prefix += "_"
     return prefix
-
-
-def _holdable(name: str) -> str:
-    """Return ``name``, changed if its first part is an attribute of GraphModule."""
-    first, dot, rest = name.partition(".")
-    while hasattr(fx.GraphModule, first) or first == "meta":
-        first += "_"
-    return first + dot + rest

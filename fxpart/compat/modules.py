@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 T = TypeVar("T")
 
@@ -22,6 +22,19 @@ def tensor_slots(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], st
             for name, tensor in list(slots.items()):
                 if tensor is not None:
                     yield slots, name  # type: ignore[misc]
+
+
+def graph_name(name: str) -> str:
+    """Return a state name, changed if its first part is an attribute of every GraphModule."""
+    first, dot, rest = name.partition(".")
+    while hasattr(fx.GraphModule, first) or first == "meta":
+        first += "_"
+    return first + dot + rest
+
+
+def replaced_names(aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return the original name of each state name that :func:`graph_name` has changed."""
+    return {main: a for a, main in aliases.items() if a != main and graph_name(a) == main}
 
 
 def own_backward(function: object) -> type | None:

@@ -65,3 +65,22 @@ def functional_form(target: Any) -> Any:
         if not writes and [str(a.type) for a in arguments] == wanted:
             return candidate
     return None
+
+
+def missing_defaults(
+    target: Any, form: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Return the defaults of ``target`` that a call leaves out and its functional form requires."""
+    pairs = zip(
+        operation_schema(target).arguments[len(args) :],
+        operation_schema(form).arguments[len(args) :],
+        strict=False,
+    )
+    return tuple(
+        mine.default_value
+        for mine, other in pairs
+        if mine.has_default_value()
+        and not other.has_default_value()
+        and not other.kwarg_only
+        and other.name not in kwargs
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fxpart.compat import replaced_names
 from fxpart.errors import error
 from fxpart.plan.offload import offloads_optimizer
 from fxpart.runtime.asynchronous.optimizer_facade import StageOptimizerFacade
@@ -96,7 +97,9 @@ class OptimizerOwner(EntryPoints):
         """
 
         def make() -> tuple[Mapping[Place, torch.optim.Optimizer], str]:
-            self._groups = make_parameter_groups(given, groups, self._state.trainable())
+            self._groups = make_parameter_groups(
+                given, groups, self._state.trainable(), replaced_names(self._state.aliases)
+            )
             made: Mapping[Place, torch.optim.Optimizer]
             if self.is_asynchronous:
                 owned = self.kind == "asynchronous"

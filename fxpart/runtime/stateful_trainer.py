@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fxpart.compat import plain_name
+from fxpart.compat import plain_name, replaced_names
 from fxpart.errors import error
 from fxpart.runtime.gradients.communication import gather_gradients
 from fxpart.runtime.gradients.stage_replicas import reduce_gradients_temporarily
@@ -18,6 +18,7 @@ from fxpart.runtime.optimizer.optimizer_state import (
     gather_optimizer_state,
     merge_optimizers,
     plan_state_load,
+    rename_optimizer_state,
 )
 from fxpart.runtime.state.dtensor_state import has_dtensors
 from fxpart.runtime.state.safetensors_export import save_pretrained
@@ -69,11 +70,16 @@ class StatefulTrainer(TrainerBase):
 
     def _note_returned(self, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the state, and record it for the module watch, as it may be loaded into the
-        module.
+        module. Leave out names that the model does not have.
         """
         if self.watch is not None:
             self.watch.note_returned(found)
-        return found
+        return {name: t for name, t in found.items() if name not in self._original_names}
+
+    @cached_property
+    def _original_names(self) -> dict[str, str]:
+        """The model's own names of tensors whose names a graph cannot have."""
+        return replaced_names(self.spec.aliases)
 
     @cached_property
     def _has_whole_model(self) -> bool:
@@ -121,7 +127,12 @@ class StatefulTrainer(TrainerBase):
         self.pipeline.settle()
         self._agree_on_call("save_pretrained")
         return save_pretrained(
-            self._state, self._unused, directory, config=self.model_config, shard_bytes=shard_bytes
+            self._state,
+            self._unused,
+            directory,
+            names=self._original_names,
+            config=self.model_config,
+            shard_bytes=shard_bytes,
         )
 
     def settle(self) -> None:
@@ -177,7 +188,7 @@ class StatefulTrainer(TrainerBase):
             found = self._gather_optimizer_state(first_only)
         if numbered and user is not None and found:
             return user.number_state(found, self.spec.aliases)
-        return found
+        return rename_optimizer_state(found, self._original_names)
 
     def _gather_optimizer_state(self, first_only: bool) -> dict[str, Any]:
         """Return the optimizer state of all ranks by original parameter name."""
@@ -188,6 +199,7 @@ class StatefulTrainer(TrainerBase):
         """Load the result of :meth:`optimizer_state_dict`, also of another number of ranks."""
         assert self.optimizer is not None, "there is no optimizer"
         self.pipeline.settle()
+        state = rename_optimizer_state(state, {a: m for m, a in self._original_names.items()})
 
         def plan() -> tuple[list[Callable[[], None]], str]:
             found = [
@@ -224,7 +236,8 @@ class StatefulTrainer(TrainerBase):
             own = self._run_on_mesh_ranks(
                 partial(self._shards.current, summed=self._stale, rows=rows)
             )
-            return gather_gradients(self._state, self._shards, own)
+            found = gather_gradients(self._state, self._shards, own)
+        return {self._original_names.get(name, name): value for name, value in found.items()}
 
     def _agree_on_call(self, call: str) -> None:
         """Check that every rank makes the same call, or raise an error on all ranks."""

@@ -22,7 +22,11 @@ from .local_calls import LocalCall
 
 # Ops that draw one value per element of their first argument, in memory order.
 _ALONG = frozenset(
-    f"aten.{name}" for name in ("bernoulli", "rand_like", "randn_like", "randint_like")
+    f"aten.{name}"
+    for name in (
+        "bernoulli rand_like randn_like randint_like normal_functional exponential uniform "
+        "geometric cauchy log_normal random"
+    ).split()
 )
 
 Order = tuple[int, ...]

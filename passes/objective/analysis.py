@@ -42,6 +42,8 @@ _UNIFORM = frozenset(
         "zeros ones full empty new_zeros new_ones new_full new_empty rand randn randint"
     ).split()
 )
+# Random ops without a sharding rule, as what they draw depends on values; rows are independent.
+_DRAWN_BY_ROW = frozenset({"aten.multinomial", "aten.poisson", "aten.binomial"})
 _QUOTIENTS = frozenset({"aten.div", "aten.divide", "aten.true_divide"})
 _REPEATED = frozenset({"aten.expand", "aten.expand_as", "aten.repeat"})
 _ARITHMETIC = frozenset(
@@ -227,7 +229,7 @@ class _ObjectiveAnalyzer:
             plain = all(k.relation is BatchRelation.FIXED for k in known)
             return (FIXED if plain else make_coupled_kind(node),) * count
         name = packet_name(op_of(node))
-        if name in _UNIFORM:
+        if name in _UNIFORM or (name == "aten.normal" and not operands(node)):
             return (self._uniform(node),) * count
         loss = loss_of(node, self.found.kind)
         if loss is not None:
@@ -255,6 +257,8 @@ class _ObjectiveAnalyzer:
             return (bad,) * count
         if not given:
             return (self._from_sizes(node),) * count
+        if name in _DRAWN_BY_ROW and _first_dims(given, known, name == "aten.multinomial"):
+            return (rows(Shard(0)),) * count
         sized = [a for a in _numbers(node) if self._of_batch(a)]
         if not sized and node.name in self.numbers and name in _ARITHMETIC:
             mean = known[0].relation is BatchRelation.SUM and len(known) == 1 and name in _QUOTIENTS
@@ -330,6 +334,13 @@ class _ObjectiveAnalyzer:
             if all(place_of(dims, part, rule) is None for dims in rule.operands):
                 return place_of(rule.results[index], part, rule)
         return None
+
+
+def _first_dims(given: list[fx.Node], known: list[ValueKind], matrices: bool) -> bool:
+    """Return whether operands of one rank, 2 or more of ``matrices``, have rows along dim 0."""
+    places = {(k.relation, k.place) for k in known}
+    ranks = {a.meta["val"].dim() for a in given}
+    return places == {(BatchRelation.ROWS, Shard(0))} and len(ranks) == 1 and min(ranks) > matrices
 
 
 def _symbols(value: Any) -> set[sympy.Symbol]:

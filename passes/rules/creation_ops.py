@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxpart.sharding import REPLICATE
 
-from .schema_call import Dim, Entry, SchemaCall, result_size, same
+from .schema_call import Dim, Entry, SchemaCall, UncoveredCallError, result_size, same
 from .sharding_rule import ShardingRule
 
 
@@ -25,6 +25,13 @@ def _new(call: SchemaCall) -> ShardingRule:
     return call.rule([inside, *rest], [dims], localise=result_size("size"), results_of=results_of)
 
 
+def _normal(call: SchemaCall) -> ShardingRule:
+    """Rule for normal of two numbers and a size; tensors of means or deviations have no rule."""
+    if call.operands:
+        raise UncoveredCallError
+    return _filled(call)
+
+
 def _whole(call: SchemaCall) -> ShardingRule:
     """Rule for arange and similar ops: values depend on their position, so nothing is sharded."""
     names = [[f"_d{i}" for i in range(len(shape))] for shape in call.results]
@@ -34,6 +41,7 @@ def _whole(call: SchemaCall) -> ShardingRule:
 TABLE: dict[str, Entry] = {
     **{f"aten.{n}": _filled for n in ("zeros", "ones", "full", "empty", "rand", "randn")},
     "aten.randint": _filled,
+    "aten.normal": _normal,
     **{f"aten.new_{n}": _new for n in ("zeros", "ones", "full", "empty")},
     **{f"aten.{n}": _whole for n in ("arange", "linspace", "eye", "scalar_tensor", "randperm")},
 }

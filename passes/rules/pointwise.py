@@ -161,7 +161,8 @@ _LIKE = """alias clone contiguous detach lift_fresh_copy lift_fresh lift to _to_
 native_dropout feature_dropout alpha_dropout feature_alpha_dropout zeros_like ones_like full_like
 empty_like rand_like randn_like randint_like bernoulli fill fill_ zero_ copy_ copy detach_copy
 alias_copy resolve_conj resolve_neg conj _conj _neg_view real imag
-hardtanh celu rrelu_with_noise_functional normal_functional
+hardtanh celu rrelu_with_noise_functional normal_functional exponential uniform geometric cauchy
+log_normal random
 """.split()
 
 _UNTAGGED = """where __and__ __or__ __xor__ __lshift__ __rshift__ floor_divide hardswish softplus

@@ -181,6 +181,7 @@ def test_ops_without_functional_form_are_refused() -> None:
     ("op", "args"),
     [
         (aten.bernoulli_.float, (0.5,)),
+        (aten.bernoulli_.float, ()),
         (aten.uniform_.default, (-1.0, 1.0)),
         (aten.normal_.default, (0.0, 2.0)),
         (aten.exponential_.default, ()),

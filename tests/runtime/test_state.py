@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hand_stages import Whole, batch, language
 from ranks import Pool
 from runtime_programs import bits, evaluate, make, move, save
+from torch import nn
 
+import fxpart
 from fxpart.errors import FxpartError
 from fxpart.runtime import InProcess, Trainer
 
@@ -141,3 +145,36 @@ def test_gloo_moves_state_between_numbers_of_ranks(pool: Pool) -> None:
 @pytest.mark.slow
 def test_gloo_evaluates_like_one_process(pool: Pool) -> None:
     assert pool.run(evaluate, TWO, ranks=2) == [evaluate(TWO)] * 2
+
+
+class Clash(nn.Module):
+    """Names of attributes that torch.fx has itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.graph = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.graph(torch.tanh(self.code(x)))
+
+
+def test_names_that_a_graph_cannot_have_are_the_models_own(tmp_path: Path) -> None:
+    model = Clash()
+    names = set(model.state_dict())
+    data = (torch.randn(4, 4), torch.randn(4, 1))
+    program = fxpart.compile(
+        model, "local:2", example_inputs=data, loss=nn.functional.mse_loss, microbatches=2,
+        constraints={"mesh": "none", "stages": 2}, check="off",
+    )  # fmt: skip
+    groups = [{"params": "code.*", "lr": 0.01}]
+    trainer = program.trainer(torch.optim.Adam, groups=groups, ema=0.9)
+    trainer.step(data)
+    state, optimizer = trainer.state_dict(), trainer.optimizer_state_dict()
+    assert names == set(state) == set(trainer.ema_state_dict()) == set(trainer.gradients())
+    assert names == set(optimizer["state"])
+    assert optimizer["param_groups"][0]["params"] == ["code.weight", "code.bias"]
+    trainer.load_optimizer_state_dict(optimizer)
+    trainer.load_state_dict(state)
+    (file,) = trainer.save_pretrained(tmp_path)
+    assert names == set(safetensors.torch.load_file(file))
+    model.load_state_dict(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -136,11 +137,15 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_parameter_groups(
-    given: Any, groups: Groups | None, shapes: Mapping[str, tuple[int, ...]]
+    given: Any,
+    groups: Groups | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[ParameterGroup, ...]:
     """Return the groups of the whole model: the user's, or one per optimizer of a mapping.
 
-    shapes: of the whole trainable parameters. FXP109 for invalid groups or mappings.
+    shapes: of the whole trainable parameters. names: the model's own names where these differ.
+    FXP109 for invalid groups or mappings.
     """
     if isinstance(given, UserOptimizer):
         if groups is not None:
@@ -149,16 +154,19 @@ def make_parameter_groups(
                 fix="leave groups= out, or pass the optimizer's class",
             )  # fmt: skip
         return given.groups(shapes)
+    back = {names.get(name, name): name for name in shapes}
     if not isinstance(given, Mapping):
-        return () if groups is None else assign_groups(groups, shapes)
+        own = {name: shapes[main] for name, main in back.items()}
+        assigned = () if groups is None else assign_groups(groups, own)
+        return tuple(ParameterGroup(g.options, tuple(back[n] for n in g.names)) for g in assigned)
     if groups is not None:
         raise error(
             "FXP109", where="groups", why="the optimizers are already given by name patterns",
             fix="use one pattern per group, with functools.partial(AdamW, lr=...)",
         )  # fmt: skip
     return tuple(
-        ParameterGroup({"name": pattern}, tuple(names))
-        for pattern, names in zip(given, members(given, list(shapes)), strict=True)
+        ParameterGroup({"name": pattern}, tuple(back[name] for name in found))
+        for pattern, found in zip(given, members(given, list(back)), strict=True)
     )
 
 

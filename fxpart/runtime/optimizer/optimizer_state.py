@@ -83,6 +83,19 @@ def gather_optimizer_state(
     }
 
 
+def rename_optimizer_state(found: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return gathered optimizer state with other names of some parameters."""
+    if not names or not found:
+        return dict(found)
+    return {
+        "state": {names.get(name, name): value for name, value in found["state"].items()},
+        "param_groups": [
+            {**group, "params": [names.get(name, name) for name in group["params"]]}
+            for group in found["param_groups"]
+        ],
+    }
+
+
 def merge_optimizers(optimizers: Mapping[Any, torch.optim.Optimizer]) -> Any:
     """Return one view of all: the same groups with all parameters, and all state."""
     first, *others = optimizers.values()

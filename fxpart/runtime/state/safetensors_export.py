@@ -37,9 +37,10 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class _ExportedTensor:
-    """A tensor of the checkpoint."""
+    """A tensor of the checkpoint. file_name: its name there."""
 
     name: str
+    file_name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -54,20 +55,25 @@ def save_pretrained(
     unused: Mapping[str, torch.Tensor],
     directory: str | Path,
     *,
+    names: Mapping[str, str],
     config: str,
     shard_bytes: int,
 ) -> tuple[Path, ...]:
     """Write the checkpoint of :meth:`.stateful_trainer.StatefulTrainer.save_pretrained`.
 
     Rank 0 receives one tensor at a time from its owners and writes it before the next. unused:
-    state that no stage owns. config: the text of config.json, empty for none.
+    state that no stage owns. names: in the files, where they differ. config:
+    the text of config.json, empty for none.
     """
     kept = [
-        _ExportedTensor(name, torch_dtype(entry.spec.dtype), entry.pieces.shape)
+        _ExportedTensor(
+            name, names.get(name, name), torch_dtype(entry.spec.dtype), entry.pieces.shape
+        )
         for name, entry in state.saved()
     ]
     kept += [
-        _ExportedTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in unused.items()
+        _ExportedTensor(name, names.get(name, name), tensor.dtype, tuple(tensor.shape))
+        for name, tensor in unused.items()
     ]
     shards = _split_into_shards(kept, shard_bytes)
     writes = 0 in state.transport.local
@@ -147,7 +153,7 @@ def _write(
     start = 0
     for each in members:
         offsets = [start, start + each.bytes]
-        header[each.name] = {
+        header[each.file_name] = {
             "dtype": _NAMES[each.dtype], "shape": list(each.shape), "data_offsets": offsets,
         }  # fmt: skip
         start += each.bytes
@@ -219,7 +225,7 @@ def _finish_folder(
             members = [(each, file) for file, group in shards.items() for each in group]
             index = {
                 "metadata": {"total_size": sum(each.bytes for each, _ in members)},
-                "weight_map": {each.name: file for each, file in members},
+                "weight_map": {each.file_name: file for each, file in members},
             }
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (fresh / "model.safetensors.index.json").write_text(text, encoding="utf-8")

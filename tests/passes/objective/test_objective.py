@@ -26,7 +26,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpart
+from fxpart.rng import microbatch_key
 from fxpart.training.trainer_factory import load_trainer
+from fxpart.verification.single_process import keyed_random
 
 pytestmark = pytest.mark.slow
 
@@ -288,3 +290,37 @@ def test_an_exported_program_divides_by_the_totals_of_the_batch(tmp_path: Path) 
     trainer.close()
     assert found == pytest.approx(losses, rel=1e-5)
     assert max((state[n] - t).abs().max().item() for n, t in trained.state_dict().items()) < 1e-6
+
+
+class Drawn(nn.Module):
+    """Noise of several kinds, each element or row on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table, self.outer = nn.Linear(4, 5), nn.Embedding(5, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.inner(x)
+        chosen = torch.multinomial(scores.softmax(-1), 1).squeeze(-1)
+        soft = F.gumbel_softmax(scores) @ self.table.weight + self.table(chosen)
+        keep = soft.new_empty(x.shape[0], 1).bernoulli_(0.5)
+        noise = torch.normal(0.0, 0.1, (x.shape[0], 4)) + torch.poisson(x.abs()) * 0.1
+        return self.outer(soft * keep + noise)
+
+
+def test_random_numbers_of_rows_couple_no_rows() -> None:
+    torch.manual_seed(0)
+    model, data = Drawn(), (torch.randn(8, 4), torch.randn(8, 2))
+    twin = copy.deepcopy(model)
+    program = fxpart.compile(
+        model, "local:2", example_inputs=data, loss=nn.MSELoss(), microbatches=2, check="off",
+        constraints={"mesh": "tp=2", "stages": 1},
+    )  # fmt: skip
+    trainer = program.trainer(sgd)
+    trainer.step(data)
+    for index, (x, y) in enumerate(zip(data[0].chunk(2), data[1].chunk(2), strict=True)):
+        with keyed_random(microbatch_key(0, 0, index)):
+            (F.mse_loss(twin(x), y) / 2).backward()
+    sgd(twin.parameters()).step()
+    for name, tensor in trainer.state_dict().items():
+        assert torch.allclose(tensor, twin.state_dict()[name], atol=1e-6), name
