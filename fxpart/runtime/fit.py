@@ -217,6 +217,8 @@ class FitLoop:
         if reported is not None and (self.step + 1) % reported.every:
             reported = None
         trainer.log_gradient_statistics = reported is not None and reported.gradients
+        if self.guard is not None:
+            self.guard.begin_update()
         for index, batch in enumerate(group):
             call = self._submit(batch, accumulate=index + 1 < len(group))
             self._updates[call] = update, trainer.last_weight
