@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +25,7 @@ from fxpart.runtime.optimizer.weight_average import WeightAverage
 from fxpart.runtime.pipeline import Pipeline
 from fxpart.runtime.queues.pipeline import QueuePipeline
 from fxpart.runtime.trainer_options import Kind, check_accumulate
-from fxpart.runtime.transport.agreement import convert_transport_errors
+from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 from fxpart.schedule.weight_modes import WeightMode
 
 _PIPELINES: dict[Kind, type[Pipeline]] = {
@@ -265,16 +264,15 @@ class Trainer(Inference):
         flushed, before an evaluation and at the end. FXP109 for options that the trainer does not
         support.
         """
-        try:
-            given = FitOptions(**run)
-        except TypeError as cause:
-            known = ", ".join(field.name for field in fields(FitOptions))
-            fix = f"use one of {known}"
-            raise error("FXP109", where="fit", why=str(cause), fix=fix) from cause
-        given.check()
-        if self.is_asynchronous:
-            skips = self.kind == "asynchronous" and self.options.guard
-            given.check_unflushed(skips=skips)
+
+        def check() -> tuple[FitOptions, str]:
+            given = FitOptions.of(run)
+            if self.is_asynchronous:
+                skips = self.kind == "asynchronous" and self.options.guard
+                given.check_unflushed(skips=skips)
+            return given, given.describe()
+
+        given = agree(self._transport, "the arguments of fit", check)
         return FitLoop(self, batches, given).go()
 
     def record(self, *, baseline: int | None = None) -> AbstractContextManager[Recorder]:

@@ -111,7 +111,6 @@ class TrainerBase(OptimizerOwner):
         Raises FXP501 on every rank if the arguments differ between ranks.
         """
         self.spec = spec
-        self.options = TrainerOptions.of(options)
         self.calls = 0
         self.ambient = TorchModes()
         self._ranks = build_rank_table(ranks, get_stage_mesh(spec).size)
@@ -124,7 +123,12 @@ class TrainerBase(OptimizerOwner):
         self._unused = dict(unused or {})
         self._mesh_ranks = tuple([MeshRank(0, spec, modules)] if mesh_ranks is None else mesh_ranks)
         self._devices = dict(devices or _devices(self._mesh_ranks, self._ranks, transport))
-        agree(transport, "the programs", lambda: (True, self._describe(optimizer)))
+
+        def describe() -> tuple[TrainerOptions, str]:
+            self.options = TrainerOptions.of(options)  # an error on one rank is raised on all
+            return self.options, self._describe(optimizer)
+
+        agree(transport, "the programs", describe)
         schedule, microbatches = self.options.schedule, max(self.microbatches, 1)
         firsts = get_pipeline_ranks(self._ranks, 0)
         placed = resolve_schedule(schedule, spec, firsts, microbatches, transport.ranks)
