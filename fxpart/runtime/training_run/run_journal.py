@@ -105,7 +105,7 @@ class RunJournal:
         return self._ledger.chain
 
     def check_history(self, step: int, chain: str) -> None:
-        """Compare the ledger with the digest in a checkpoint, before :meth:`begin_ledger`; FXP520."""
+        """Compare the ledger with a checkpoint's digest, before :meth:`begin_ledger`; FXP520."""
         self._ledger.check_history(step, chain)
 
     def chain_at(self, step: int) -> str:
