@@ -35,7 +35,7 @@ class SigningKey:
         """
         if path is None or isinstance(path, SigningKey):
             return path
-        fix = "write a secret into the file: (umask 077; openssl rand -hex 32 > KEY)"
+        fix = "pass a file with a secret; make one by (umask 077; openssl rand -hex 32 > KEY)"
         try:
             secret = read_bytes(path, _MOST).strip()
             with open_regular_file(path) as (file, _):
@@ -61,15 +61,17 @@ class SigningKey:
         try:
             found = read_bytes(folder / SIGNATURE, _LONGEST)
         except FileNotFoundError as cause:
-            raise self._mismatch(folder, f"there is no {SIGNATURE}") from cause
+            fix = "use one that was saved with --sign; leave out --sign if you trust this one"
+            why = f"it is not signed: there is no {SIGNATURE}"
+            raise self._mismatch(folder, why, fix) from cause
         except OSError as cause:
             why = f"{SIGNATURE} cannot be read: {cause.strerror or cause}"
             raise self._mismatch(folder, why) from cause
         if not hmac.compare_digest(found, self.sign(manifest)):
             raise self._mismatch(folder, "it was signed with another key, or changed afterwards")
 
-    def _mismatch(self, folder: Path, why: str) -> FxpartError:
-        fix = "use the key that it was signed with; remove it if it was changed"
+    def _mismatch(self, folder: Path, why: str, fix: str = "") -> FxpartError:
+        fix = fix or "use the key that it was signed with; remove it if it was changed"
         return error("FXP524", where=f"{folder}, --sign {self.path}", why=why, fix=fix)
 
 

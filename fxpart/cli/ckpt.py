@@ -89,7 +89,8 @@ def inspect(run: str, tensors: bool, as_json: bool) -> int:
 def verify(run: str, sign: str | None, as_json: bool) -> int:
     """Compare all tensors of RUN's checkpoints with their digests.
 
-    Damaged tensors are listed, and the exit status is then 2.
+    Damaged tensors are listed, and the exit status is then 2. It is also 2 if the key has not
+    signed a checkpoint, whose tensors are then not compared.
     """
     from fxpart.checkpoint import folder
     from fxpart.checkpoint.reader import Checkpoint
@@ -108,10 +109,19 @@ def verify(run: str, sign: str | None, as_json: bool) -> int:
         except FxpartError as fault:
             mine = list(fault.problems)
         problems += mine
-        results.append({"checkpoint": path.name, "whole": not mine, "bytes": stored})
+        compared = not any(problem.code == "FXP524" for problem in mine)
+        unknown = key is None or (compared and stored is None)
+        signed = None if unknown else compared
+        results.append({
+            "checkpoint": path.name, "whole": not mine if compared else None, "signed": signed,
+            "bytes": stored,
+        })  # fmt: skip
         if not as_json:
             shown = size(stored) if stored is not None else ""
-            output.text(f"{path.name}  {'damaged' if mine else 'whole':<8} {shown}".rstrip())
+            state = "damaged" if mine else "whole"
+            if signed is not None:
+                state = f"{state}, signed" if signed else "not signed by the key"
+            output.text(f"{path.name}  {state:<{8 if key is None else 15}} {shown}".rstrip())
     if as_json:
         found = output.problems(FxpartError(problems)) if problems else []
         output.data({"checkpoints": results, "problems": found})

@@ -7,14 +7,16 @@ through the store of the rendezvous, before there is a process group as well as 
     rank 0                                         rank r
     requests/n: digest of its n-th request   ->    another request? plan independently
     beat: incremented while it plans         ->    waits while it changes
-    plan/...: the plan, or the errors        ->    uses it
+                                             <-    seen/n: it has begun, after n restarts
+    plan/..., errors/...: the outcome        ->    uses it
                                              <-    received/...: it has read the errors
 
-Where a launcher keeps the store alive, restarted ranks find the plan that they had.
+Where a launcher keeps the store alive, restarted ranks find the plan that they had, but no errors.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import threading
@@ -37,6 +39,7 @@ _BEAT_INTERVAL = 1.0  # seconds between two heartbeats
 SILENCE = 60.0  # seconds without a message from rank 0 after which the other ranks give up
 _WARN_AFTER = 10.0  # seconds of waiting after which a warning is logged
 _READ_TIMEOUT = 5.0  # seconds that rank 0 waits for the others to read why there is no plan
+_START_TIMEOUT = 60.0  # the same at its exit, if it owns the store and others are still starting
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05  # seconds between polls
 
 _log = logging.getLogger("fxpart.planner")
@@ -118,10 +121,19 @@ def plan_independently() -> Iterator[None]:
 class _PlanChannel:
     """This rank's access to the messages about plans in one store."""
 
-    def __init__(self, store: Any, rank: int, world: int) -> None:
+    def __init__(
+        self, store: Any, rank: int, world: int, *, restarts: int = 0, owned: bool = False
+    ) -> None:
+        """restarts: of the job. owned: the store ends with this process."""
         self.store, self.rank, self.world = store, rank, world
         self._keys = f"fxpart/plans/{world}"
+        self._seen = f"{self._keys}/seen/{restarts}"
+        self._errors = f"{self._keys}/errors/{restarts}"
+        self._owned = owned
         self._requests: Counter[str] = Counter()
+        if rank:
+            with self._raise_if_lost():
+                store.add(self._seen, 1)
 
     def next(self, request: str) -> tuple[int, str]:
         """Return the number of earlier requests, and a name that is unique to this request."""
@@ -155,15 +167,29 @@ class _PlanChannel:
         """Publish why there is no plan to the ranks of this run only; a restart may succeed.
 
         Waits for the others to read it, as this process may exit because of it, and the store with
-        it.
+        it. Ranks that have not begun yet are waited for at the exit, so that this rank's error is
+        seen at once.
         """
+        self.store.set(f"{self._errors}/{name}", PlanReply.of_error(fault).encode())
+        if not isinstance(fault, Exception):
+            return
+        self._wait_for_readers(name, _READ_TIMEOUT)
+        if self._owned and self.store.add(self._seen, 0) < self.world - 1:
+            atexit.register(self._wait_at_exit, name)
+
+    def _wait_for_readers(self, name: str, seconds: float) -> None:
+        limit = time.monotonic() + seconds
         received = f"{self._keys}/received/{name}"
-        before = self.store.add(received, 0)
-        self.store.set(f"{self._keys}/{name}", PlanReply.of_error(fault).encode())
-        limit = time.monotonic() + (_READ_TIMEOUT if isinstance(fault, Exception) else 0.0)
-        while time.monotonic() < limit and self.store.add(received, 0) - before < self.world - 1:
+        while time.monotonic() < limit and self.store.add(received, 0) < self.world - 1:
             time.sleep(_LONGEST_PAUSE)
-        self.store.set(f"{self._keys}/{name}", "")
+
+    def _wait_at_exit(self, name: str) -> None:
+        """Keep the store until ranks that start late have read the errors."""
+        _log.warning(
+            "rank 0 keeps the store for up to %g s, for ranks that have not begun", _START_TIMEOUT
+        )
+        with suppress(RuntimeError):
+            self._wait_for_readers(name, _START_TIMEOUT)
 
     @contextmanager
     def _send_heartbeats(self) -> Iterator[None]:
@@ -218,9 +244,11 @@ class _PlanChannel:
 
     def _get_reply(self, name: str) -> PlanReply | None:
         """Return the reply of rank 0 to this request; None where there is none yet."""
-        key = f"{self._keys}/{name}"
-        data = self.store.get(key) if self.store.check([key]) else b""
-        return PlanReply.decode(data) if data else None
+        for key in (f"{self._keys}/{name}", f"{self._errors}/{name}"):
+            data = self.store.get(key) if self.store.check([key]) else b""
+            if data:
+                return PlanReply.decode(data)
+        return None
 
     @contextmanager
     def _raise_if_lost(self) -> Iterator[None]:
@@ -283,7 +311,10 @@ def _open_for_launch(found: Launch) -> _PlanChannel | None:
             return None
         _log_waiting(found.rank)
         store = open_store(found, SILENCE - _WARN_AFTER)
-    _opened = found, _PlanChannel(store, found.rank, found.world)
+    _opened = found, _PlanChannel(
+        store, found.rank, found.world, restarts=found.restarts,
+        owned=found.rank == 0 and not found.keeps_store,
+    )  # fmt: skip
     return _opened[1]
 
 

@@ -230,6 +230,11 @@ class EarlyStopping:
         """Whether the last evaluation requested to stop."""
         return self.worse >= self.patience
 
+    def describe(self) -> str:
+        """Return the settings that must be equal on every rank, as text."""
+        mode = "min" if self._sign > 0 else "max"
+        return f"{self.monitor} patience {self.patience} min_delta {self.min_delta} {mode}"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the best value and the evaluations since."""
         return {"best": self.best, "worse": self.worse}

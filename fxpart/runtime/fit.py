@@ -26,6 +26,7 @@ from fxpart.runtime.monitor.tensor_statistics import name_statistics
 from fxpart.runtime.optimizer.facade import check_scheduler
 from fxpart.runtime.training_run.data_position import DataPosition
 from fxpart.runtime.training_run.run_digests import CompletedUpdate
+from fxpart.runtime.training_run.run_request import describe_scheduler
 from fxpart.runtime.training_run.run_session import RunSession
 from fxpart.runtime.transport.agreement import AllRanksError, agree
 
@@ -67,7 +68,6 @@ class FitLoop:
 
     def _run(self) -> FitResult:
         try:
-            agree(self.transport, "the arguments of fit", lambda: (True, self.run.describe()))
             self.scheduler = self._make_scheduler(self.run.scheduler)
             self._hand_over_scheduler()
             if self._kept is not None:
@@ -217,6 +217,8 @@ class FitLoop:
         if reported is not None and (self.step + 1) % reported.every:
             reported = None
         trainer.log_gradient_statistics = reported is not None and reported.gradients
+        if self.guard is not None:
+            self.guard.begin_update()
         for index, batch in enumerate(group):
             call = self._submit(batch, accumulate=index + 1 < len(group))
             self._updates[call] = update, trainer.last_weight
@@ -343,7 +345,8 @@ class FitLoop:
                     why="it needs the first value of each evaluation, and there is no evaluation",
                     fix="pass evaluate=, the batches to evaluate on, or step it in your own loop",
                 )  # fmt: skip
-            return made, type(made).__name__
+            settings = describe_scheduler(made)
+            return made, " ".join(f"{name} {value}" for name, value in settings.items())
 
         return agree(self.transport, "the scheduler", check)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,16 @@ class FitOptions:
             raise error("FXP109", where="fit", why=wrong, fix="see the docs page on training")
         return self
 
+    @classmethod
+    def of(cls, run: Mapping[str, Any]) -> FitOptions:
+        """Return the options of keyword arguments; FXP109."""
+        try:
+            return cls(**run).check()
+        except TypeError as cause:
+            known = ", ".join(field.name for field in fields(cls))
+            fix = f"use one of {known}"
+            raise error("FXP109", where="fit", why=str(cause), fix=fix) from cause
+
     def check_unflushed(self, *, skips: bool) -> None:
         """Raise FXP109 for options that a pipeline without flushes does not support.
 
@@ -114,11 +124,12 @@ class FitOptions:
 
     def describe(self) -> str:
         """Return the options that must be equal on all ranks, as text."""
+        stopping = None if self.early_stopping is None else self.early_stopping.describe()
         return (
             f"steps {self.steps} epochs {self.epochs} accumulate {self.accumulate} every "
             f"{self.every} evaluate {self.evaluate is not None} metrics {list(self.metrics or ())} "
             f"scheduler {type(self.scheduler).__name__} {self.scheduler_every} "
-            f"early {self.early_stopping is not None} local {self.local} "
+            f"early stopping {stopping} local {self.local} "
             f"nonfinite {self.nonfinite} statistics {self.reported} checkpoints "
             f"{None if self.kept is None else self.kept.describe()}"
         )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import fields
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -14,6 +13,7 @@ from fxpart.checkpoint.signature import KeySource
 from fxpart.errors import error
 from fxpart.runtime.asynchronous.pipeline import AsyncPipeline
 from fxpart.runtime.asynchronous.stage_report import StageReport
+from fxpart.runtime.entry_point import announce_call, is_known_to_all_ranks
 from fxpart.runtime.fit import FitLoop
 from fxpart.runtime.fit_options import FitOptions
 from fxpart.runtime.fit_reports import FitResult
@@ -25,7 +25,7 @@ from fxpart.runtime.optimizer.weight_average import WeightAverage
 from fxpart.runtime.pipeline import Pipeline
 from fxpart.runtime.queues.pipeline import QueuePipeline
 from fxpart.runtime.trainer_options import Kind, check_accumulate
-from fxpart.runtime.transport.agreement import convert_transport_errors
+from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 from fxpart.schedule.weight_modes import WeightMode
 
 _PIPELINES: dict[Kind, type[Pipeline]] = {
@@ -40,7 +40,8 @@ class Trainer(Inference):
 
     The pipeline is flushed at every update, with the results of single-process training; or, by
     the options ``weights`` and ``routing``, stages update on their own, and losses are known
-    :attr:`lag` calls later.
+    :attr:`lag` calls later. ``with program.trainer(...) as trainer:`` closes it at the end of the
+    block, also after an exception, which the other ranks report.
 
     last_rows: rows of the last global batch. last_weight: its weight in a mean over batches.
     last_grad_norm: the newest known global norm before clipping, with ``clip_norm`` or
@@ -263,16 +264,15 @@ class Trainer(Inference):
         flushed, before an evaluation and at the end. FXP109 for options that the trainer does not
         support.
         """
-        try:
-            given = FitOptions(**run)
-        except TypeError as cause:
-            known = ", ".join(field.name for field in fields(FitOptions))
-            fix = f"use one of {known}"
-            raise error("FXP109", where="fit", why=str(cause), fix=fix) from cause
-        given.check()
-        if self.is_asynchronous:
-            skips = self.kind == "asynchronous" and self.options.guard
-            given.check_unflushed(skips=skips)
+
+        def check() -> tuple[FitOptions, str]:
+            given = FitOptions.of(run)
+            if self.is_asynchronous:
+                skips = self.kind == "asynchronous" and self.options.guard
+                given.check_unflushed(skips=skips)
+            return given, given.describe()
+
+        given = agree(self._transport, "the arguments of fit", check)
         return FitLoop(self, batches, given).go()
 
     def record(self, *, baseline: int | None = None) -> AbstractContextManager[Recorder]:
@@ -290,5 +290,20 @@ class Trainer(Inference):
 
     def close(self) -> None:
         """Flush the pipeline unless training has failed, and release resources."""
-        self.pipeline.close()
+        if not self.closed:
+            self.pipeline.close()
+            super().close()
+
+    def __enter__(self) -> Self:
+        """Return the trainer, which is closed at the end of the block."""
+        return self
+
+    def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
+        """Close the trainer; after an exception of this rank alone, without the others."""
+        alone = len(self._transport.local) < self._transport.ranks
+        if cause is None or not alone or self.closed or is_known_to_all_ranks(cause):
+            self.close()
+            return
+        with suppress(BaseException), announce_call("with trainer"):
+            raise cause
         super().close()

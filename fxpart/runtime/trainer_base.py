@@ -111,7 +111,6 @@ class TrainerBase(OptimizerOwner):
         Raises FXP501 on every rank if the arguments differ between ranks.
         """
         self.spec = spec
-        self.options = TrainerOptions.of(options)
         self.calls = 0
         self.ambient = TorchModes()
         self._ranks = build_rank_table(
@@ -126,7 +125,7 @@ class TrainerBase(OptimizerOwner):
         self._unused = dict(unused or {})
         self._mesh_ranks = tuple([MeshRank(0, spec, modules)] if mesh_ranks is None else mesh_ranks)
         self._devices = dict(devices or _devices(self._mesh_ranks, self._ranks, transport))
-        agree(transport, "the programs", lambda: (True, self._describe(optimizer)))
+        agree(transport, "the programs", partial(self._set_options, options, optimizer))
         schedule, microbatches = self.options.schedule, max(self.microbatches, 1)
         firsts = get_pipeline_ranks(self._ranks, 0)
         placed = resolve_schedule(schedule, spec, firsts, microbatches, transport.ranks)
@@ -154,6 +153,11 @@ class TrainerBase(OptimizerOwner):
         self._predictors: dict[bool | str, tuple[BatchSource, PipelineEngine, Outputs]] = {}
         self._stale = False  # Gradients are those of the last update, reduced.
         self._prepare_optimizers(optimizer, groups)
+
+    def _set_options(self, given: Mapping[str, Any], optimizer: Any) -> tuple[None, str]:
+        """Set the options, and return what must be equal on every rank."""
+        self.options = TrainerOptions.of(given)
+        return None, self._describe(optimizer)
 
     @property
     def _shares_rows(self) -> bool:

@@ -147,8 +147,19 @@ def test_verify_of_the_command_line(
     capsys.readouterr()
     assert cli(["ckpt", "verify", str(root), "--sign", key]) == 2
     shown = capsys.readouterr()
-    assert shown.out.count("whole") == 2 and shown.out.count("damaged") == 1
+    assert shown.out.count("whole, signed") == 2 and shown.out.count("not signed by the key") == 1
     assert "FXP524" in shown.err and "can be read by other users" in shown.err
+    assert "not signed: there is no" in shown.err and "leave out --sign" in shown.err
+    file = root / folder.step_name(10) / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert cli(["ckpt", "verify", str(root), "--sign", key, "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(each["signed"], each["whole"]) for each in found] == [
+        (False, None), (True, True), (True, False),
+    ]  # fmt: skip
+    file.unlink()
+    assert cli(["ckpt", "verify", str(file.parent), "--sign", key]) == 2
+    assert capsys.readouterr().out == f"{file.parent.name}  damaged\n"
 
 
 def test_convert_verifies_its_source_and_signs_its_target(

@@ -64,3 +64,10 @@ def test_a_loss_that_trains_nothing_and_a_closed_trainer_are_refused() -> None:
     trainer.close()
     with pytest.raises(FxpartError, match="the trainer was closed"):
         trainer.step(batch())
+    with pytest.raises(ValueError, match="own"), program.trainer("sgd") as trainer:
+        trainer.step(batch())
+        raise ValueError("the user's own")
+    with program.trainer("sgd") as second:
+        second.step(batch())
+        second.close()
+    assert trainer.closed and second.closed

@@ -192,6 +192,30 @@ def test_errors_of_rank_0_are_raised_on_other_ranks() -> None:
         heard[0].get_plan()
 
 
+def test_errors_of_rank_0_wait_for_ranks_that_start_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the exit of rank 0, which owns the store; a restarted job does not read them."""
+    monkeypatch.setattr(plan_agreement, "_READ_TIMEOUT", 0.1)
+    at_exit: list[Any] = []
+    monkeypatch.setattr(plan_agreement.atexit, "register", lambda *call: at_exit.append(call))
+    store = loopback_store()
+    first = plan_agreement._PlanChannel(store, 0, 2, owned=True)
+
+    def broken() -> Any:
+        raise ValueError("of the planner's own")
+
+    with pytest.raises(ValueError, match="own"):
+        first.publish_plan(*first.next("one"), broken)
+    ((wait, name),) = at_exit
+    ending = threading.Thread(target=wait, args=(name,), daemon=True)
+    ending.start()
+    late = plan_agreement._PlanChannel(store, 1, 2)
+    reply = late.wait_for_reply(*late.next("one"))
+    assert reply is not None and "of the planner's own" in reply.problems[0][2]
+    ending.join(20)
+    assert not ending.is_alive()
+    assert plan_agreement._PlanChannel(store, 1, 2, restarts=1)._get_reply(name) is None
+
+
 def test_rank_with_another_request_plans_independently() -> None:
     channels = Channels(2)
     channels.each[0].publish_plan(*channels.each[0].next("one"), lambda: sample_plans.plan(2))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hand_stages import ADAMW, Hand, batch, branches, language
 
 from fxpart.errors import FxpartError
-from fxpart.runtime import Trainer, connect
+from fxpart.runtime import Checkpoints, EarlyStopping, Trainer, connect
 from fxpart.runtime.transport.interface import PeerLostError, Transport
 
 Bits = dict[str, bytes]
@@ -142,13 +142,29 @@ def mismatch(kinds: tuple[str, ...]) -> list[tuple[str, str, str]]:
 
 
 def other_options() -> list[str]:
-    """Ranks that disagree about the seed."""
-    transport = connect(2)
-    try:
-        make(language((2, 2)), transport, seed=transport.local[0])
-    except FxpartError as failure:
-        return [str(failure)]
-    return []
+    """Ranks that disagree about options of the trainer or of fit; the errors."""
+    transport, found = connect(2), []
+    own = transport.local[0]
+    of_trainer: list[dict[str, Any]] = [{"seed": own}, {"sed": 0} if own else {}]
+    of_fit: list[dict[str, Any]] = [
+        {"steps": own},
+        {"step": 1} if own else {},
+        {"evaluate": [batch()], "early_stopping": EarlyStopping(patience=1 + own)},
+        {"checkpoints": Checkpoints(f"run-{own}")},
+        {"scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5 + own)},
+    ]
+    for given in of_trainer:
+        try:
+            make(language((2, 2)), transport, **given)
+        except FxpartError as failure:
+            found.append(str(failure))
+    trainer = make(language((2, 2)), transport)
+    for given in of_fit:
+        try:
+            trainer.fit([batch()], **given)
+        except FxpartError as failure:
+            found.append(str(failure))
+    return found
 
 
 def wrong_world(ranks: int) -> str:

@@ -95,6 +95,7 @@ class AsyncStageExecutor(Executor):
         self._last_microbatches: list[int] = []
         self.ties.begin()
         self._channels.begin(versions)
+        self._update.begin()
 
     def halt(self) -> None:
         """Stop updating, and send zeros in place of results."""

@@ -13,6 +13,7 @@ from fxpart.runtime.embedding_tables import get_gradient_values
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.optimizer.weight_average import WeightAverage
+from fxpart.runtime.state.written_buffers import WrittenBuffers
 from fxpart.runtime.trainer_options import Clip
 from fxpart.runtime.weights import StageWeights
 
@@ -68,6 +69,14 @@ class StageUpdater:
         self.square = 0.0
         self.known: float | None = None
         self.skipped = self.deferred = False
+        self._buffers = WrittenBuffers(
+            buffer for module in mesh_rank.modules.values() for buffer in module.buffers()
+        )
+
+    def begin(self) -> None:
+        """Store the buffers, with an empty pipeline."""
+        if self._weights.guard:
+            self._buffers.store()
 
     def begin_backward(self, *, last: bool) -> None:
         """Prepare a backward. last: of its minibatch, so that the gradient reduction may start."""
@@ -96,8 +105,16 @@ class StageUpdater:
             self.clear()
 
     def step(self) -> None:
-        """Step the optimizer and clear the gradients."""
+        """Step the optimizer and clear the gradients.
+
+        If that is skipped, buffers that are not finite return to their last finite values. Later
+        forwards have written them already, so that the values before this minibatch are lost.
+        """
         self.skipped = not self._weights.update()
+        if self.skipped:
+            self._buffers.restore_finite()
+        elif self._weights.guard:
+            self._buffers.store_finite()
         if self._average is not None and not self.skipped:
             self._average.update(self._parameters)
         self.clear()

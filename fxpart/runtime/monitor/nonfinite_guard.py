@@ -17,6 +17,7 @@ import torch
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.embedding_tables import get_gradient_values
 from fxpart.runtime.gradients.gradient_norm import measure_gradients
+from fxpart.runtime.state.written_buffers import WrittenBuffers
 from fxpart.runtime.transport.agreement import convert_transport_errors
 
 if TYPE_CHECKING:
@@ -50,11 +51,23 @@ class NonFiniteGuard:
         self.row = 0
         self.applied = False
         self._trainer = trainer
+        self._buffers = WrittenBuffers(
+            tensor
+            for entry in trainer._state.entries.values()
+            if entry.spec.kind != "parameter"
+            for tensor in entry.copies.values()
+        )
+
+    def begin_update(self) -> None:
+        """Store the buffers before the first forward pass of an update that may be rejected."""
+        if self.reaction != "warn":
+            self._buffers.store()
 
     def accept(self) -> bool:
         """Return whether to apply the update; equal on every rank.
 
-        Called after the reduction of the gradients, by every rank.
+        Called after the reduction of the gradients, by every rank. Buffers are then as before a
+        rejected update.
         """
         loss, name = float(self._trainer.last_loss), _find_nonfinite_gradient(self._trainer)
         found = "" if math.isfinite(loss) else f"the loss is {loss}"
@@ -78,6 +91,7 @@ class NonFiniteGuard:
         self.rejected = found or f"the loss or a gradient is not finite {others}"
         if found and self._trainer.rank == ranks[0]:
             self._report(found, f"the update is rejected ({self.reaction})")
+        self._buffers.restore()
         return False
 
     def make_error(self, step: int) -> FxpartError:
@@ -127,7 +141,7 @@ def _find_nonfinite_gradient(trainer: Trainer) -> str:
 def find_nonfinite_state(trainer: Trainer) -> str:
     """Return the first of this process's parameters and buffers that is not finite, or "".
 
-    A rejected update leaves parameters unchanged, but forward passes have updated the buffers.
+    Forward passes update buffers, whatever the gradients are.
     """
     found = [
         (name, tensor.detach())

@@ -7,7 +7,9 @@ be written are marked by a line, too.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import warnings
 from pathlib import Path
 
 from fxpart.errors import FxpartError, error
@@ -85,6 +87,29 @@ class Ledger:
         found = [entry.chain for entry in self._replay.done if entry.update.step == step]
         return found[-1] if found else ""
 
+    def check_history(self, step: int, chain: str) -> None:
+        """Compare the history up to a step with the digest in its checkpoint, before :meth:`begin`.
+
+        Raises FXP520 if it is another one, and warns if the file lacks the step. chain: "" if the
+        checkpoint was saved while the file lacked updates.
+        """
+        if not chain or any(first <= step <= last for first, last in self._replay.gaps):
+            return
+        found = self.chain_at(step)
+        if found and found != chain:
+            raise error(
+                "FXP520", where=str(self._path),
+                why=f"its updates up to step {step} are not those of the checkpoint of that step: "
+                "the file was replaced or changed",
+                fix="restore the run's own file, or remove this one: the gap is then marked",
+            )  # fmt: skip
+        if not found:
+            warnings.warn(
+                f"{self._path} lacks step {step}, which it had when the checkpoint was saved: it "
+                "was removed, replaced or cut; the gap is marked",
+                stacklevel=6,
+            )
+
     def most_rows(self, step: int) -> int:
         """Return the largest rows of an update up to a step, before :meth:`begin`; 0 if unknown."""
         done = self._replay.done
@@ -101,10 +126,13 @@ class Ledger:
         self._file.write(line)
 
     def reopen(self, line: LedgerGeneration) -> None:
-        """Begin a new file, where the old one was removed or moved away; FXP603.
+        """Begin a new file, where the old one was removed, moved away or replaced; FXP603.
 
-        line: the generation, whose ``after`` is the last update.
+        line: the generation, whose ``after`` is the last update. A file that has taken the place of
+        the old one is renamed.
         """
+        with contextlib.suppress(OSError):
+            self._path.replace(self._path.with_suffix(".replaced.jsonl"))
         made = JsonLinesAppender(self._path)
         try:
             if line.after:

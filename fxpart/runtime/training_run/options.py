@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fxpart.checkpoint.run_directory import RunDir
@@ -61,6 +61,10 @@ class Checkpoints:
         return RunDir(Path(self.folder))
 
     def describe(self) -> str:
-        """Return the options that must be equal on every rank, as text."""
-        own = f"every {self.every} keep {self.keep} strict {self.strict} check {self.check}"
-        return own if self.sign is None else f"{own} signed"
+        """Return the options that must be equal on every rank, as text.
+
+        Hosts may have key files and memory at different paths.
+        """
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found |= {"copies": bool(self.copies), "sign": self.sign is not None}
+        return " ".join(f"{name} {value}" for name, value in found.items())

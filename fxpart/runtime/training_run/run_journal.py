@@ -104,6 +104,10 @@ class RunJournal:
         """Digest of the run's history up to now; "" if the ledger lacks a part of it."""
         return self._ledger.chain
 
+    def check_history(self, step: int, chain: str) -> None:
+        """Compare the ledger with a checkpoint's digest, before :meth:`begin_ledger`; FXP520."""
+        self._ledger.check_history(step, chain)
+
     def chain_at(self, step: int) -> str:
         """Return the digest of the history up to a step, before :meth:`begin_ledger`; or ""."""
         return self._ledger.chain_at(step)
@@ -188,8 +192,8 @@ class RunJournal:
         assert self._begin is not None, "the ledger has begun"
         gone = error(
             _UNWRITABLE, where=str(self._run.path),
-            why=f"the folder or its files were removed or moved away before step {step + 1}: "
-            "earlier steps and checkpoints are not there any more",
+            why="the folder or its files were replaced, removed or moved away before step "
+            f"{step + 1}: earlier steps and checkpoints are not there any more",
             fix="do not change the folder of a run that trains; it is created again",
         )  # fmt: skip
         if self._strict:

@@ -35,10 +35,12 @@ Options = dict[str, Any]
 def describe_request(fit: FitLoop) -> Options:
     """Return the request as JSON values, before anything is restored."""
     trainer, options = fit.trainer, fit.trainer.options
+    update_options = trainer.pipeline.update_options
+    scheduler = fit.scheduler or (None if update_options is None else update_options.scheduler)
     found: Options = {
         "seed": trainer.seed,
         "groups": [] if trainer.optimizer is None else list(map(_plain, _groups(fit))),
-        "scheduler": _describe_scheduler(fit),
+        "scheduler": {} if scheduler is None else describe_scheduler(scheduler),
     }
     own = {field.name: getattr(options, field.name) for field in fields(options)}
     found["options"] = _plain({name: v for name, v in own.items() if name not in _FREE})
@@ -92,12 +94,8 @@ def _groups(fit: FitLoop) -> list[Options]:
     return found
 
 
-def _describe_scheduler(fit: FitLoop) -> Options:
-    """Return the class and the settings of the scheduler; empty without one."""
-    update_options = fit.trainer.pipeline.update_options
-    scheduler = fit.scheduler or (None if update_options is None else update_options.scheduler)
-    if scheduler is None:
-        return {}
+def describe_scheduler(scheduler: Any) -> Options:
+    """Return the class and the settings of a scheduler as JSON values."""
     state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
     settings = {
         name: value

@@ -83,7 +83,8 @@ class RunSession:
         """Resume from the newest complete checkpoint; every rank calls it.
 
         FXP517 if restarts make no progress, FXP511 if no checkpoint can be loaded, FXP512 if one
-        does not fit, FXP524 if one is not signed with the key.
+        does not fit, FXP520 if the ledger is that of another run, FXP524 if one is not signed with
+        the key.
         """
         from fxpart.runtime.checkpointing.saver import Saver
 
@@ -119,7 +120,8 @@ class RunSession:
             generation=start.generation, strict=self.options.strict, copies=self._replicas,
             fence=self._fence.check, key=self._key,
         )  # fmt: skip
-        agree(fit.transport, "the run's ledger", self._open_ledger)
+        chain = "" if extra is None else str(extra.get(LEDGER, ""))
+        agree(fit.transport, "the run's ledger", partial(self._open_ledger, chain))
         if not self.resumed:
             # Initial weights drawn without a seed are then the same after a restart.
             self.save(wait=True)
@@ -248,9 +250,11 @@ class RunSession:
         heartbeat.set_exit_callback(self.fail)
         return None, ""
 
-    def _open_ledger(self) -> tuple[None, str]:
+    def _open_ledger(self, chain: str) -> tuple[None, str]:
+        """Begin the ledger of this generation; chain: digest of its history in the checkpoint."""
         fit = self._fit
         if self._journal is not None:
+            self._journal.check_history(fit.step, chain)
             begin = LedgerGeneration(
                 generation=self.generation, after=fit.step, world=fit.transport.ranks,
                 same=digest_determinants(fit), own=fit.run.local,

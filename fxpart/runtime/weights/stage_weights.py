@@ -84,7 +84,7 @@ class StageWeights(WeightStore):
         self.total = total_updates
         stages = range(len(versions.ahead))
         self._default_total = ANNEALING_PER_STALENESS * max(map(versions.gap, stages))
-        self._guard = guard
+        self.guard = guard
         gap = versions.gap(stage)
         self._correction = (
             PipeMareCorrection(optimizer, staleness=gap)
@@ -192,7 +192,7 @@ class StageWeights(WeightStore):
         now = WeightSource(self.updates)
         if self._is_needed(now):
             self._stash.put(now, [p.detach().clone() for p in self._parameters])
-        steps = not self._guard or has_finite_gradients(self._parameters)
+        steps = not self.guard or has_finite_gradients(self._parameters)
         before = self._stash.get(now)
         if self._feedback is not None and before is None:
             before = [p.detach().clone() for p in self._parameters]

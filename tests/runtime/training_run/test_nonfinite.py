@@ -12,7 +12,9 @@ import torch
 from cli_calls import call
 from hand_stages import batch
 from run_folders import heard, new_trainer, rows, same, train
+from torch import nn
 
+import fxpart
 from fxpart.checkpoint import folder
 from fxpart.errors import FxpartError
 from fxpart.runtime.monitor import nonfinite_guard
@@ -63,14 +65,15 @@ def run(
 def by_hand(numbers: list[int], *, skips: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
     """The weights after updates with these batches, counted from 1.
 
-    skips: batches that were computed without an update: they count for random ops, and buffers
-    have seen them.
+    skips: batches that were computed without an update: they count for random ops.
     """
     trainer, given = new_trainer(optimizer=ADAM), rows()
     for number in numbers:
         if number in skips:
+            before = trainer.state_dict()
             trainer.backward(given[number - 1])
             trainer.zero_grad()
+            trainer.load_state_dict(before)
         else:
             trainer.step(given[number - 1])
     state: dict[str, torch.Tensor] = trainer.state_dict()
@@ -130,20 +133,68 @@ def list_of(path: Path) -> list[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("reaction", "finite"), [("skip", True), ("warn", False)])
 @pytest.mark.parametrize("options", [{}, {"weights": "stash"}])
-def test_buffers_of_a_skipped_update(options: dict[str, str], tmp_path: Path) -> None:
-    """The forward has updated them: the checkpoint before it is the last finite one."""
+def test_buffers_of_a_bad_batch(
+    options: dict[str, str], reaction: str, finite: bool, tmp_path: Path
+) -> None:
+    """The forward has updated them: restored, or the checkpoint before it is the last finite one.
+
+    Stages that update on their own always skip.
+    """
     data = rows(6)
     data[2]["mask"] = data[2]["mask"] * math.nan
     made = {"optimizer": ADAM, **options}
     with heard():
-        found, state = train(tmp_path, 6, data=data, fit={"nonfinite": "skip"}, trainer=made)
+        found, state = train(tmp_path, 6, data=data, fit={"nonfinite": reaction}, trainer=made)
     assert found.saved
     wrong = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]
-    assert wrong == ["norm.running_mean", "norm.running_var"]
     complete = map(folder.Checkpoint.open, folder.list_complete(tmp_path / "checkpoints"))
-    finite = {each.manifest.step: each.manifest.is_finite for each in complete}
-    assert finite == {6: False, 4: False, 2: True}
+    kept = {each.manifest.step: each.manifest.is_finite for each in complete}
+    if finite or options:
+        assert wrong == [] and kept == {6: True, 4: True}
+    else:
+        assert "norm.running_mean" in wrong and kept == {6: False, 4: False, 2: True}
+
+
+LAYOUTS = {
+    "pipeline": (2, {"mesh": "none", "stages": 2}, 2),
+    "data": (2, {"mesh": "dp=2", "stages": 1}, 2),
+    "tensor": (2, {"mesh": "tp=2", "stages": 1}, 1),
+    "zero": (2, {"mesh": "dp=2", "stages": 1, "zero": 3}, 1),
+}
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_skipped_update_changes_nothing(layout: str) -> None:
+    """Weights, buffers, averages and the optimizer's state are as before the bad batch."""
+    devices, constraints, microbatches = LAYOUTS[layout]
+    data = [(torch.randn(8, 8), torch.ones(8, 1)) for _ in range(4)]
+    data[2] = (data[2][0] * math.nan, data[2][1])
+    program = fxpart.compile(
+        normed(), f"local:{devices}", example_inputs=data[0], loss=nn.functional.mse_loss,
+        constraints=constraints, microbatches=microbatches, batch_coupling="per-microbatch",
+        check="off", cost_model="roofline",
+    )  # fmt: skip
+    trainer, seen = program.trainer(ADAM, ema=0.9), []
+
+    def look(_: Any) -> None:
+        slots = trainer.optimizer_state_dict()["state"]
+        found = {f"{name} {slot}": t for name, own in slots.items() for slot, t in own.items()}
+        found |= {f"average {name}": t for name, t in trainer.ema_state_dict().items()}
+        seen.append({**trainer.state_dict(), **found})
+
+    trainer.fit(data, steps=4, nonfinite="skip", callbacks=[look])
+    trainer.close()
+    assert same(seen[1], seen[2])
+    assert not any(torch.equal(seen[2][name], seen[3][name]) for name in seen[2])
 
 
 @pytest.mark.slow

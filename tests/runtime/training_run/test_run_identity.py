@@ -119,3 +119,46 @@ def test_memory_is_given_back_only_if_the_disk_has_it(
     found, state = train(tmp_path / "run", 4, copies=memory)
     assert found.saved and not memory.exists()
     assert same(state, train(tmp_path / "whole", 4)[1])
+
+
+@pytest.mark.slow
+def test_a_ledger_of_another_run(tmp_path: Path) -> None:
+    """Refused if it contradicts the checkpoint, reported if it only lacks steps."""
+    run, ledger = tmp_path / "run", tmp_path / "run" / "steps.jsonl"
+    train(tmp_path / "other", 6, data=rows(first=50))
+    _, whole = train(tmp_path / "whole", 8)
+    train(run, 6)
+    own = ledger.read_bytes()
+    shutil.copy(tmp_path / "other" / "steps.jsonl", ledger)
+    with pytest.raises(FxpartError, match="FXP520[\\s\\S]*was replaced or changed"):
+        train(run, 8)
+    lines = own.splitlines(keepends=True)
+    for left in (lines[:-2], []):
+        ledger.write_bytes(b"".join(left))
+        with heard() as texts:
+            assert same(train(run, 8)[1], whole)
+        assert any("lacks step" in text for text in texts)
+        assert check_ledger(ledger).gaps and not check_ledger(ledger).problems
+        shutil.rmtree(run)
+        train(run, 6)
+    ledger.write_bytes(own.replace(b'"rows":4', b'"rows":5', 1))
+    with pytest.raises(FxpartError, match="FXP520"):
+        train(run, 8)
+
+
+@pytest.mark.slow
+def test_a_ledger_that_is_replaced_during_the_run(tmp_path: Path) -> None:
+    ledger = tmp_path / "run" / "steps.jsonl"
+    train(tmp_path / "other", 6, data=rows(first=50))
+
+    def replace(step: int) -> None:
+        if step == 3:
+            copied = shutil.copy(tmp_path / "other" / "steps.jsonl", tmp_path / "copied")
+            Path(copied).replace(ledger)
+
+    with heard() as texts:
+        train(tmp_path / "run", 6, after_step=replace)
+    assert any("replaced, removed or moved away before step 4" in text for text in texts)
+    summary = check_ledger(ledger)
+    assert (summary.gaps, summary.steps, summary.problems) == (((1, 3),), 3, ())
+    assert len(check_ledger(ledger.with_suffix(".replaced.jsonl")).epochs) == 1
