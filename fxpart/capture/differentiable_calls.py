@@ -175,14 +175,10 @@ def _smooth_l1(
     if beta == 0:
         return _l1(self, target, reduction)
     far = (self - target).abs()
-    return _reduce(
-        torch.where(far < beta, 0.5 * far.square() / beta, far - 0.5 * beta), reduction
-    )
+    return _reduce(torch.where(far < beta, 0.5 * far.square() / beta, far - 0.5 * beta), reduction)
 
 
-def _huber(
-    self: torch.Tensor, target: torch.Tensor, reduction: int, delta: float
-) -> torch.Tensor:
+def _huber(self: torch.Tensor, target: torch.Tensor, reduction: int, delta: float) -> torch.Tensor:
     far = (self - target).abs()
     near = 0.5 * far.square()
     return _reduce(torch.where(far <= delta, near, delta * (far - 0.5 * delta)), reduction)
@@ -217,9 +213,7 @@ def _cross_entropy(
     dim = min(self.dim() - 1, 1)
     chances = F.log_softmax(self, dim)
     if target.is_floating_point():
-        return _cross_entropy_of_chances(
-            chances, target, weight, reduction, label_smoothing, dim
-        )
+        return _cross_entropy_of_chances(chances, target, weight, reduction, label_smoothing, dim)
     return _nll(chances, target, weight, reduction, ignore_index, label_smoothing)
 
 
@@ -246,6 +240,14 @@ def _nll(
     return terms.sum() / rates.sum() if reduction == _MEAN else terms.sum()
 
 
+def _hardshrink(self: torch.Tensor, lambd: float) -> torch.Tensor:
+    return torch.where(self.abs() > lambd, self, 0)
+
+
+def _softshrink(self: torch.Tensor, lambd: float) -> torch.Tensor:
+    return torch.where(self.abs() > lambd, self - self.sign() * lambd, 0)
+
+
 _CALLS: dict[Any, Callable[..., torch.Tensor]] = {
     _ATEN.batch_norm.default: _without_statistics(_ATEN.batch_norm.default, "training"),
     _ATEN.instance_norm.default: _without_statistics(
@@ -258,4 +260,6 @@ _CALLS: dict[Any, Callable[..., torch.Tensor]] = {
     _ATEN.cross_entropy_loss.default: _cross_entropy,
     _ATEN.nll_loss.default: _nll,
     _ATEN.nll_loss_nd.default: _nll,
+    _ATEN.hardshrink.default: _hardshrink,
+    _ATEN.softshrink.default: _softshrink,
 }

@@ -137,7 +137,7 @@ class _Expansion:
 
     def run(self) -> None:
         """Insert the backward before the call, and remove the call."""
-        if any([separate_effects(node) for node in self.between]):
+        if True in [separate_effects(node) for node in self.between]:
             return _Expansion(self.graph, self.call).run()
         for node in self.between:
             if not is_op(node.target) and node.target not in _ITEMS:
@@ -149,7 +149,7 @@ class _Expansion:
         mode = fake_mode(self.graph)
         values = [value(node) for node in (*self.starts, *self.given)]
         try:
-            with mode, sdpa_kernel(SDPBackend.MATH):
+            with mode, python_dispatcher(mode), sdpa_kernel(SDPBackend.MATH):
                 traced = record_operations(self._differentiate, *values, below_autograd=True)
         except FxpartError:
             raise

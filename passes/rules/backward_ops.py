@@ -26,9 +26,9 @@ from .sharding_rule import Arguments, ShardingRule, Size
 
 
 def _wanted(call: SchemaCall, *each: list[Dim]) -> list[list[Dim]]:
-    """Return the dims of the gradients that the call computes."""
-    mask = call.given["output_mask"]
-    return [dims for dims, wanted in zip(each, mask, strict=True) if wanted]
+    """Return the dims of the gradients that the call returns."""
+    held = call.node.meta["val"]
+    return [dims for dims, one in zip(each, held, strict=True) if one is not None]
 
 
 def _first(call: SchemaCall) -> list[str]:
@@ -81,7 +81,7 @@ def _batch_norm(call: SchemaCall) -> ShardingRule:
         dims.append(data if whole else ["c" if training or name[:4] != "save" else "_"])
         if len(shape) != len(dims[-1]):
             raise UncoveredCallError
-    if call.name == "aten.native_batch_norm":
+    if not call.name.endswith("_backward"):
         return call.rule(dims, [data, *[["c" if training else "_"]] * 2])
     return call.rule(dims, _wanted(call, data, ["c"], ["c"]), linear=_first(call))
 
@@ -116,10 +116,10 @@ def _convolution(call: SchemaCall) -> ShardingRule:
     The gradient of a bias does not depend on the input's channels, which then are not sharded.
     """
     data, weight, out = call.shape("input"), call.shape("weight"), call.shape("grad_output")
-    groups, mask = call.given["groups"], call.given["output_mask"]
+    groups, bias = call.given["groups"], call.node.meta["val"][2]
     if len(data) != len(weight) or not all(isinstance(s, int) for s in (groups, data[1], out[1])):
         raise UncoveredCallError
-    c, o = "_c" if mask[2] else "c", "o"
+    c, o = "c" if bias is None else "_c", "o"
     sizes: dict[str, Size] = {"g": groups, c: data[1] // groups, o: out[1] // groups}
     inside, outside = ("g", c), ("g", o)
     space = range(len(weight) - 2)
@@ -199,7 +199,7 @@ Rule = Callable[[SchemaCall], ShardingRule]
 _RULES: dict[str, Rule] = {
     "native_layer_norm_backward": _layer_norm,
     "native_group_norm": _group_norm,
-    "native_batch_norm": _batch_norm,
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
     "native_batch_norm_backward": _batch_norm,
     "convolution_backward": _convolution,
     "diagonal_backward": _diagonal,
@@ -208,7 +208,6 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _along),
     "glu_backward": _along,
     **dict.fromkeys(("log_sigmoid_forward", "log_sigmoid_backward"), _pointwise),
-    **dict.fromkeys(("hardshrink_backward", "softshrink_backward"), _pointwise),
     "_prelu_kernel_backward": _pointwise,
     **{f"{name}_backward": _spatial for name in _SPATIAL},
 }

@@ -25,9 +25,7 @@ from rule_soundness import Example, check, node_of
 
 from fxpart.sharding import Mesh, Shard
 
-EXAMPLES: dict[str, Maker] = {
-    **PRODUCTS, **SHAPES, **LOOKUPS, **VALUES, **LAYERS, **BACKWARDS
-}
+EXAMPLES: dict[str, Maker] = {**PRODUCTS, **SHAPES, **LOOKUPS, **VALUES, **LAYERS, **BACKWARDS}
 if importlib.util.find_spec("transformers") is not None:
     EXAMPLES["transformers.grouped_mm_fallback"] = grouped_fallback
 
