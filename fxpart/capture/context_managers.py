@@ -207,10 +207,10 @@ def cumulative_averages_recorded() -> Iterator[None]:
     original = _BatchNorm.forward
 
     def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-        averages = self.running_mean, self.running_var
+        averages = [a for a in (self.running_mean, self.running_var) if a is not None]
         count = self.num_batches_tracked
         counts = self.training and self.track_running_stats and self.momentum is None
-        if not counts or count is None or averages[0] is None or averages[1] is None:
+        if not counts or count is None or len(averages) != 2:
             return original(self, input)
         self._check_input_dim(input)
         count.add_(1)

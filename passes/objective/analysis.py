@@ -220,8 +220,8 @@ class _ObjectiveAnalyzer:
         if node.target is operator.getitem:
             source, index = find_producer(node)
             given = self.found.kinds.get(source, ())
-            known = len(given) > index and count == 1
-            return (given[index],) if known else (make_coupled_kind(node),) * count
+            single = len(given) > index and count == 1
+            return (given[index],) if single else (make_coupled_kind(node),) * count
         if not is_op(op_of(node)):
             known = [k for a in operands(node) for k in self.found.kinds[a]]
             plain = all(k.relation is BatchRelation.FIXED for k in known)
