@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpart.capture.python_state import PythonState, copy_tensors, restore_tensors
@@ -33,6 +35,7 @@ def prepare_capture(model: nn.Module, training: bool, loss: Any = None) -> Itera
         stack.enter_context(disable_mask_detection())
         stack.enter_context(tensor_hooks_refused())
         stack.enter_context(reentrant_checkpoints_recorded())
+        stack.enter_context(cumulative_averages_recorded())
         stack.enter_context(quiet())
         yield
 
@@ -196,6 +199,32 @@ def reentrant_checkpoints_recorded() -> Iterator[None]:
         yield
     finally:
         CheckpointFunction.apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def cumulative_averages_recorded() -> Iterator[None]:
+    """Record statistics of BatchNorm(momentum=None) with their count as a tensor, not a number."""
+    original = _BatchNorm.forward
+
+    def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+        averages = [a for a in (self.running_mean, self.running_var) if a is not None]
+        count = self.num_batches_tracked
+        counts = self.training and self.track_running_stats and self.momentum is None
+        if not counts or count is None or len(averages) != 2:
+            return original(self, input)
+        self._check_input_dim(input)
+        count.add_(1)
+        dims = [d for d in range(input.dim()) if d != 1]
+        var, mean = torch.var_mean(input.detach(), dims)
+        for average, batch in zip(averages, (mean, var), strict=True):
+            average.copy_(average + (batch - average) / count)
+        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    _BatchNorm.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _BatchNorm.forward = original  # type: ignore[method-assign]
 
 
 @contextmanager

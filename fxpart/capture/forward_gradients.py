@@ -15,11 +15,18 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from fxpart.capture.differentiable_calls import (
+    call_differentiable,
+    functional,
+    is_new,
+    separate_effects,
+)
 from fxpart.capture.source_locations import source_line
 from fxpart.compat import python_dispatcher, record_operations
-from fxpart.compiler.effects import is_op
+from fxpart.compiler.effects import is_op, list_written_nodes, view_chain
 from fxpart.compiler.function_ops import find_function
 from fxpart.compiler.graph_edit import fake_mode, value
 from fxpart.errors import FxpartError, error
@@ -34,6 +41,7 @@ _LIBRARY.impl(
 _CALL = torch.ops.fxpart.gradient.default
 _DETACH = torch.ops.aten.detach.default
 _ITEMS = (operator.getitem,)
+_SHAPES = (torch.ops.aten.ones_like.default, torch.ops.aten.zeros_like.default)  # read no values
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 
 
@@ -111,7 +119,9 @@ class _Expansion:
         for node in graph.nodes:
             if node is call:
                 break
-            if any(s in dependent or s in self.inputs for s in node.all_input_nodes):
+            if node.target not in _SHAPES and any(
+                s in dependent or s in self.inputs for s in node.all_input_nodes
+            ):
                 dependent.add(node)
         self.starts = [node for node in self.inputs if node not in dependent]
         needed, todo = set[fx.Node](), [*self.outputs, *self.inputs]
@@ -127,17 +137,19 @@ class _Expansion:
 
     def run(self) -> None:
         """Insert the backward before the call, and remove the call."""
+        if True in [separate_effects(node) for node in self.between]:
+            return _Expansion(self.graph, self.call).run()
         for node in self.between:
             if not is_op(node.target) and node.target not in _ITEMS:
                 raise self._refused(f"{node.name} calls no single operation")
             if find_function(node.target):
                 raise self._refused("a torch.autograd.Function has a backward of its own")
             if is_op(node.target) and node.target._schema.is_mutable:
-                raise self._refused(f"{node.target} writes a tensor in place")
+                raise self._refused(f"{node.target} writes a view or a tensor with views in place")
         mode = fake_mode(self.graph)
         values = [value(node) for node in (*self.starts, *self.given)]
         try:
-            with mode:
+            with mode, python_dispatcher(mode), sdpa_kernel(SDPBackend.MATH):
                 traced = record_operations(self._differentiate, *values, below_autograd=True)
         except FxpartError:
             raise
@@ -158,7 +170,7 @@ class _Expansion:
             known |= dict(zip(self.starts, starts, strict=True))
             for node in self.between:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-                known[node] = node.target(*args, **kwargs)
+                known[node] = call_differentiable(node.target, args, dict(kwargs))
             found = torch.autograd.grad(
                 [known[node] for node in self.outputs],
                 [known[node] for node in self.inputs],
@@ -182,29 +194,36 @@ class _Expansion:
             for made, node in zip(between, self.between, strict=True)
             if isinstance(made, fx.Node)
         }
-        wanted, todo = set[fx.Node](), [node for node in gradients if isinstance(node, fx.Node)]
-        while todo:
-            node = todo.pop()
-            if node not in wanted and node not in env:
-                wanted.add(node)
-                todo += node.all_input_nodes
-        self._check_writes(traced.graph, wanted)
+        wanted = self._find_wanted(traced.graph, gradients, env)
         with self.graph.inserting_before(self.call):
             for node in traced.graph.nodes:
                 if node in wanted:
                     env[node] = self._copy(node, env, traced)
         return [env[node] for node in gradients]
 
-    def _check_writes(self, traced: fx.Graph, wanted: set[fx.Node]) -> None:
-        """Raise FXP108 for a write into anything but a new tensor that is read as its result."""
+    def _find_wanted(
+        self, traced: fx.Graph, gradients: list[Any], env: dict[fx.Node, fx.Node]
+    ) -> set[fx.Node]:
+        """Return the nodes that compute the gradients, with the writes into their memory.
+
+        Raise FXP108 for a write into a value that exists already.
+        """
+        place = {node: i for i, node in enumerate(traced.nodes)}
+        owner = {node: [*view_chain(node)][-1] for node in traced.nodes}
+        exists = {owner[node]: place[node] for node in env}
+        writers: dict[fx.Node, list[fx.Node]] = {}
         for node in traced.nodes:
-            if not is_op(node.target) or not node.target._schema.is_mutable:
-                continue
-            into = node.args[0]
-            used = node in wanted
-            fresh = into in wanted and _is_new(into) and _without_write(node.target) != node.target
-            if (used and not fresh) or (into in wanted and not used):
-                raise self._refused(f"its backward calls {node.target}, which writes in place")
+            for into in list_written_nodes(node):
+                writers.setdefault(owner[into], []).append(node)
+                if place[node] > exists.get(owner[into], len(place)):
+                    raise self._refused(f"its backward calls {node.target}, which writes in place")
+        wanted, todo = set[fx.Node](), [node for node in gradients if isinstance(node, fx.Node)]
+        while todo:
+            node = todo.pop()
+            if node not in wanted and node not in env:
+                wanted.add(node)
+                todo += [*node.all_input_nodes, *writers.get(owner[node], ())]
+        return wanted
 
     def _copy(self, node: fx.Node, env: dict[fx.Node, fx.Node], traced: fx.GraphModule) -> fx.Node:
         if node.target is _DETACH:  # of a saved tensor, whose own derivative counts
@@ -215,7 +234,9 @@ class _Expansion:
             if torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
                 raise self._refused("its backward draws random numbers")
         made = self.graph.node_copy(node, env.__getitem__)
-        made.target = _without_write(node.target)
+        into = node.args[0] if node.args else None
+        if isinstance(into, fx.Node) and is_new(into) and len(into.users) == 1:
+            made.target = functional(node.target)
         args, kwargs = fx.node.map_arg((made.args, dict(made.kwargs)), value)
         with fake_mode(self.graph) as mode, python_dispatcher(mode), torch.no_grad():
             known = made.target(*args, **kwargs)  # type: ignore[operator]
@@ -237,20 +258,3 @@ def _untraceable(where: str, why: str) -> FxpartError:
         why=f"the gradient that forward computes cannot be traced: {why}",
         fix="use torch.autograd.grad(..., create_graph=True) or differentiable torch operations",
     )
-
-
-def _is_new(node: fx.Node) -> bool:
-    """Return whether the result of a call has memory of its own."""
-    if not is_op(node.target):
-        return False
-    schema = node.target._schema  # type: ignore[union-attr]
-    return schema.is_mutable or all(result.alias_info is None for result in schema.returns)
-
-
-def _without_write(target: Any) -> Any:
-    """Return the op that returns what an in-place op would write; others unchanged."""
-    if not is_op(target) or not target._schema.is_mutable:
-        return target
-    packet = getattr(torch.ops.aten, target._schema.name.partition("::")[2].removesuffix("_"), None)
-    found = getattr(packet, target._overloadname, target)
-    return target if found._schema.is_mutable else found

@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx, nn
 
+from fxpart.annotations.graph_values import find_producer
 from fxpart.compiler import RNG_KEY
 from fxpart.compiler.effects import argument, is_op, is_random, op_of, packet_name, state_written
 from fxpart.compiler.tensor_sizes import expression, tensors
@@ -219,11 +220,10 @@ class _ObjectiveAnalyzer:
     def _call(self, node: fx.Node) -> tuple[ValueKind, ...]:
         count = len(tensors(node.meta["val"]))
         if node.target is operator.getitem:
-            source, index = node.args
-            assert isinstance(source, fx.Node)
-            given = self.found.kinds[source]
-            same = isinstance(index, int) and len(given) > index and count == 1
-            return (given[index],) if same else (make_coupled_kind(node),) * count  # type: ignore[index]
+            source, index = find_producer(node)
+            given = self.found.kinds.get(source, ())
+            single = len(given) > index and count == 1
+            return (given[index],) if single else (make_coupled_kind(node),) * count
         if not is_op(op_of(node)):
             known = [k for a in operands(node) for k in self.found.kinds[a]]
             plain = all(k.relation is BatchRelation.FIXED for k in known)

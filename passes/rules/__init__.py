@@ -20,6 +20,7 @@ from fxpart.registry import Registry
 
 from . import (
     attention,
+    backward_ops,
     concat_split_ops,
     convolutions,
     creation_ops,
@@ -51,6 +52,7 @@ from .sharding_rule import (
 
 RULES: dict[str, Mapping[str, Entry]] = {
     "attention": attention.TABLE,
+    "backwards": backward_ops.TABLE,
     "constants": creation_ops.TABLE,
     "convolutions": convolutions.TABLE,
     "distances": distances.TABLE,

@@ -111,7 +111,9 @@ def run(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def results_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of a result."""
+    """The tensors of a result, without gradients that no mask asks for."""
+    if value is None:
+        return []
     return [value] if isinstance(value, torch.Tensor) else [t for v in value for t in results_of(v)]
 
 

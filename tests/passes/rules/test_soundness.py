@@ -13,6 +13,7 @@ from fxpart.passes.rules.pointwise import LINEAR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rule_drawing import Draw, Maker
+from rule_examples_backwards import EXAMPLES as BACKWARDS
 from rule_examples_layers import EXAMPLES as LAYERS
 from rule_examples_lookups import EXAMPLES as LOOKUPS
 from rule_examples_lookups import own_rows
@@ -24,7 +25,7 @@ from rule_soundness import Example, check, node_of
 
 from fxpart.sharding import Mesh, Shard
 
-EXAMPLES: dict[str, Maker] = {**PRODUCTS, **SHAPES, **LOOKUPS, **VALUES, **LAYERS}
+EXAMPLES: dict[str, Maker] = {**PRODUCTS, **SHAPES, **LOOKUPS, **VALUES, **LAYERS, **BACKWARDS}
 if importlib.util.find_spec("transformers") is not None:
     EXAMPLES["transformers.grouped_mm_fallback"] = grouped_fallback
 

@@ -113,7 +113,11 @@ def forward_gradient() -> Script:
     class Penalized(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = mlp()
+            self.net = nn.Sequential(
+                nn.Linear(4, 8), nn.LayerNorm(8), nn.LogSoftmax(-1), nn.Linear(8, 8),
+                nn.Unflatten(1, (4, 2)), nn.Conv1d(4, 4, 1), nn.GroupNorm(2, 4), nn.GELU(),
+                nn.Flatten(), nn.Linear(8, 1),
+            )  # fmt: skip
 
         def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             x = x.detach().requires_grad_()
