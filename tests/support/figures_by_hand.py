@@ -273,12 +273,20 @@ def rejected(other: dict[str, Any], step: float) -> dict[str, Any]:
 
 def not_runnable(raw: dict[str, Any]) -> list[Any]:
     """One reason for each kind of decision that does not run."""
-    degrees = ("data_parallel", "tensor_parallel", "expert_parallel", "zero")
+    degrees = ("data_parallel", "expert_parallel", "zero")
     whole = [len(ranks_of(s["ranks"])) for s in raw["stages"]]
+    tensor = {s["tensor_parallel"] for s in raw["stages"]}
+    unequal = len(tensor) > 1
     return [
         reason
         for reason, holds in (
             ("differ", len({tuple(s[d] for d in degrees) for s in raw["stages"]}) > 1),
+            ("must be 1", unequal and (len(tensor) > 2 or 1 not in tensor)),
+            ("equal tensor degrees", unequal and raw["schedule"] == "async"),
+            ("virtual stages", unequal and raw.get("virtual", 1) > 1),
+            ("replicas", unequal and bool(raw.get("replicas"))),
+            ("ZeRO: ", unequal and any(s["zero"] for s in raw["stages"])),
+            ("offloading", unequal and raw.get("offload", "none") != "none"),
             ("ZeRO", raw["schedule"] == "async" and any(s["zero"] for s in raw["stages"])),
             ("share", raw["sharding"] is None and max(whole) > 1),
         )

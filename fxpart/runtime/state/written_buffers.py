@@ -44,11 +44,14 @@ class WrittenBuffers:
                 copy.copy_(tensor.detach())
 
     def restore_finite(self) -> None:
-        """Return buffers that are not finite to stored values that are."""
-        with torch.no_grad():
-            for tensor, copy in self._find_written():
-                if not _is_finite(tensor) and _is_finite(copy):
-                    tensor.copy_(copy)
+        """Return buffers that are not finite to stored values that are.
+
+        Backwards of later minibatches may have saved them, such as that of batch normalization,
+        which does not read them; a write that autograd counted would end these.
+        """
+        for tensor, copy in self._find_written():
+            if not _is_finite(tensor) and _is_finite(copy):
+                tensor.data.copy_(copy)
 
     def _find_written(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the buffers that were written since the first copy, with their stored values.
