@@ -16,11 +16,15 @@ def claim(tables: Sequence[Table]) -> str:
     if not done:
         return "No cell of StaleBench is complete yet, so nothing is claimed."
     never, other = _divide(count_verdicts(done))
+    close = (
+        " Never significantly above synchronous training, and at most"
+        f" {100 * MARGIN:.0f} % of the loss of a guess above it in so many cells:"
+        f" {_list(never, 'better', 'not worse')}."
+    )
     return (
         f"Test loss after equally many updates in the {_number(done)} of StaleBench (eight paired"
-        " seeds, tuned learning rates, 95 % intervals). Never significantly above synchronous"
-        f" training, and at most {100 * MARGIN:.0f} % of the loss of a guess above it in so many"
-        f" cells: {_list(never, 'better', 'not worse')}. Significantly above it in so many cells:"
+        f" seeds, tuned learning rates, 95 % intervals).{close if never else ''}"
+        f" Significantly above {'it' if never else 'synchronous training'} in so many cells:"
         f" {_list(other, 'worse')}."
     )
 
@@ -32,10 +36,13 @@ def claim_briefly(tables: Sequence[Table]) -> str:
         return "no cell is complete yet"
     never, other = _divide(count_verdicts(done))
     often = {name: found for name, found in other.items() if 2 * found["worse"] >= _sum(found)}
-    return (
-        f"{_number(done)}; never significantly higher: {_list(never)};"
-        f" higher in at least half: {_list(often)}"
-    )
+    seldom = f"never significantly higher: {_list(never)}"
+    if not never:
+        least = min(other, key=lambda name: other[name]["worse"] / _sum(other[name]))
+        named = {least: other[least]}
+        seldom = f"higher in fewest: {_list(named, 'worse')}"
+    more = "higher in" if never else "in"
+    return f"{_number(done)}; {seldom}; {more} at least half: {_list(often)}"
 
 
 def _number(done: Sequence[Table]) -> str:
