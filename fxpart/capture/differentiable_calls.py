@@ -129,19 +129,26 @@ def _attend(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Return scaled dot-product attention by its formula, which drops weights."""
+    """Return scaled dot-product attention by its formula, which drops weights.
+
+    A row without any key is 0, as in torch.
+    """
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    factor = math.sqrt(scale or 1 / math.sqrt(query.shape[-1]))
+    factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     scores = (query * factor) @ (key * factor).transpose(-2, -1)
     if is_causal:
         attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return torch.dropout(scores.softmax(-1), dropout_p, True) @ value
+    if attn_mask is None:
+        weights = scores.softmax(-1)
+    else:
+        logical = attn_mask.dtype is torch.bool
+        hidden = attn_mask.logical_not() if logical else attn_mask == -math.inf
+        scores = scores if logical else scores + attn_mask.masked_fill(hidden, 0)
+        lowest = torch.finfo(scores.dtype).min
+        weights = scores.masked_fill(hidden, lowest).softmax(-1).masked_fill(hidden, 0)
+    return torch.dropout(weights, dropout_p, True) @ value
 
 
 def _without_statistics(op: Any, switch: str) -> Callable[..., torch.Tensor]:

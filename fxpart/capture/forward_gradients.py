@@ -137,7 +137,8 @@ class _Expansion:
 
     def run(self) -> None:
         """Insert the backward before the call, and remove the call."""
-        if True in [separate_effects(node) for node in self.between]:
+        separated = [separate_effects(node) for node in self.between]
+        if any(separated):
             return _Expansion(self.graph, self.call).run()
         for node in self.between:
             if not is_op(node.target) and node.target not in _ITEMS:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxpart
-from fxpart.capture.differentiable_calls import call_differentiable
+from fxpart.capture.differentiable_calls import _attend, call_differentiable
 from fxpart.rng import microbatch_key
 from fxpart.verification.single_process import keyed_random
 
@@ -57,6 +57,26 @@ def test_other_losses_and_activations() -> None:
         assert_same(ATEN.smooth_l1_loss.default, found, wanted, reduction, 0.0)
     for op in (ATEN.hardshrink.default, ATEN.softshrink.default):
         assert_same(op, found, 0.5)
+
+
+@pytest.mark.parametrize("logical", [True, False])
+def test_attention_with_rows_without_keys(logical: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 5, 8).double().requires_grad_() for _ in range(3))
+    mask = torch.rand(5, 5) > 0.4
+    mask[2] = False
+    given = mask if logical else torch.randn(5, 5).double().masked_fill(~mask, -torch.inf)
+    found = _attend(query, key, value, given, 0.0, False, 0.3, False)
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = F.scaled_dot_product_attention(query, key, value, given, scale=0.3)
+    weights = torch.randn_like(found)
+    assert torch.allclose(found, wanted) and not found[..., 2, :].any()
+    for mine, own in zip(
+        grad((found * weights).sum(), (query, key, value)),
+        grad((wanted * weights).sum(), (query, key, value)),
+        strict=True,
+    ):
+        assert torch.allclose(mine, own)
 
 
 class Dropping(nn.Module):

@@ -62,8 +62,8 @@ def save_pretrained(
     """Write the checkpoint of :meth:`.stateful_trainer.StatefulTrainer.save_pretrained`.
 
     Rank 0 receives one tensor at a time from its owners and writes it before the next. unused:
-    state that no stage owns. names: in the files, where they differ. config:
-    the text of config.json, empty for none.
+    state that no stage owns. names: in the files, where these differ. config: the
+    text of config.json, empty for none.
     """
     kept = [
         _ExportedTensor(

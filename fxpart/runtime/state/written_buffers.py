@@ -6,12 +6,15 @@ from collections.abc import Iterable
 
 import torch
 
+_SMALL = 1 << 16  # maximum elements of a buffer whose copy is always kept
+
 
 class WrittenBuffers:
     """Buffers of this process that training steps write, and their stored values.
 
     A program writes the same buffers in every step. The first :meth:`store` copies all of them;
-    whatever comes after the first step keeps only the copies of those that it has written.
+    whatever comes after the first step keeps only the copies of small ones, and of those that it
+    has changed. Small ones may be written without a change, such as the mean of zeros.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -38,10 +41,10 @@ class WrittenBuffers:
                 tensor.copy_(copy)
 
     def store_finite(self) -> None:
-        """Store the values of buffers that are finite."""
+        """Store the values of buffers that are finite; the host does not wait for a device."""
         for tensor, copy in self._find_written():
-            if _is_finite(tensor):
-                copy.copy_(tensor.detach())
+            finite = torch.isfinite(tensor).all()
+            copy.copy_(torch.where(finite, tensor.detach(), copy))
 
     def restore_finite(self) -> None:
         """Return buffers that are not finite to stored values that are.
@@ -61,7 +64,8 @@ class WrittenBuffers:
         if self._pairs is None:
             self._pairs = []
             for tensor, version, copy in self._copies:
-                if tensor._version == version and torch.equal(tensor, copy):
+                large = tensor.numel() > _SMALL
+                if large and tensor._version == version and torch.equal(tensor, copy):
                     self._constant.append((tensor, version))
                 else:
                     self._pairs.append((tensor, copy))
