@@ -48,7 +48,7 @@ class ProgramManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The files of an exported program with their SHA-256 digests in hexadecimal."""
 
     format: Literal["fxpart-program"] = "fxpart-program"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     files: dict[str, str]
 
 

@@ -104,6 +104,7 @@ class _StageSplitter:
             )
         returned = [*([self.loss] if self.loss is not None else []), *kept]
         effects = writes(self.graph)
+        self.written = frozenset(effects.touching)
         self.alive = find_live_nodes([*returned, *effects.writers])
         self.duplicated = find_duplicated_ops(self.graph)
         check_stage_assignment(self.stages, self.alive, effects, set(returned), self.duplicated)
@@ -231,6 +232,7 @@ class _StageSplitter:
                 persistent=kind == "parameter" or name in captured.persistent,
                 owner=owners[name][0],
                 sparse=kind == "parameter" and name in self.sparse,
+                written=name in self.written,
             )
             for name, kind in kinds.items()
         )

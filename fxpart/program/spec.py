@@ -60,7 +60,7 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     attribute: the escaped Python name in the stage module. name: the original qualified name.
     kind: "parameter", "buffer" or "constant". owner: the stage that owns it; other stages store a
     bit-equal copy (a tied parameter). sparse: its gradient is sparse on every stage and has the
-    rows of lookups with ``sparse=True``.
+    rows of lookups with ``sparse=True``. written: forward passes write it.
     """
 
     attribute: str
@@ -72,6 +72,7 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     persistent: bool = True
     owner: int = 0
     sparse: bool = False
+    written: bool = False
 
 
 class StageSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

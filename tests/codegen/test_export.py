@@ -194,11 +194,11 @@ def test_all_damaged_files_are_named(built: Stages, tmp_path: Path) -> None:
         b"",
         b"not json",
         b"[" * 100_000,
-        b'{"format": "other", "version": 1, "files": {}}',
-        b'{"format": "fxpart-program", "version": 2, "files": {}}',
+        b'{"format": "other", "version": 2, "files": {}}',
         b'{"format": "fxpart-program", "version": 1, "files": {}}',
-        b'{"format": "fxpart-program", "version": 1, "files": {"../x.py": "00"}}',
-        b'{"format": "fxpart-program", "version": 1, "files": {"/etc/passwd": "00"}}',
+        b'{"format": "fxpart-program", "version": 2, "files": {}}',
+        b'{"format": "fxpart-program", "version": 2, "files": {"../x.py": "00"}}',
+        b'{"format": "fxpart-program", "version": 2, "files": {"/etc/passwd": "00"}}',
     ],
 )
 def test_broken_manifests(tmp_path: Path, manifest: bytes) -> None:

@@ -77,7 +77,7 @@ def program() -> dict[str, bytes]:
 
 def manifest(files: dict[str, bytes]) -> bytes:
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    return json.dumps({"format": "fxpart-program", "version": 1, "files": digests}).encode()
+    return json.dumps({"format": "fxpart-program", "version": 2, "files": digests}).encode()
 
 
 def read_program(name: str) -> Callable[[bytes], object]:

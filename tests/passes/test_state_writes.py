@@ -280,3 +280,31 @@ def test_sizes_that_depend_on_data_are_refused_in_every_way_of_tracing() -> None
 
     with pytest.raises(FxpartError, match="FXP108"):
         capture(Picked(""), batches_of((8, 8), (8, 8))[0], loss=nn.MSELoss())
+
+
+class Still(nn.Module):
+    """Writes that change nothing in the first step: statistics of zeros, a limit, a zero step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.decayed = nn.Parameter(torch.randn(8))
+        self.seen = nn.Buffer(torch.zeros(8))
+        self.outer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.decayed.mul_(1 - 0.01 * x.abs().mean())
+            self.seen.mul_(2).add_(x.mean(0))
+        hidden = self.norm(self.inner(x)).clamp_(max=0.5 + x.detach().abs().max())
+        return torch.tanh(self.outer(torch.tanh(hidden * self.decayed) + self.seen))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_state_is_written_once_under_recomputation(mode: str, devices: int) -> None:
+    (x, y), *later = batches_of((8, 8), (8, 8))
+    constraints = {"mesh": "none", "stages": devices, "recompute": mode}
+    batches = [(0 * x, y), *later]
+    assert difference(Still, batches, devices=devices, constraints=constraints) == 0.0

@@ -117,7 +117,7 @@ def test_buffers_change_as_often_as_microbatches_run(recorded: None) -> None:
 def test_gradients_are_copied_out() -> None:
     """The first gradient of a parameter is not the memory into which the next replay writes."""
     module = nn.Linear(3, 3)
-    own, parameters = GraphedForward(_Stage(module), record), list(module.parameters())
+    own, parameters = GraphedForward(_Stage(module), (), record), list(module.parameters())
     given = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
     outputs = [own(0, x)[0] for x in given]
     for output in outputs:
@@ -144,7 +144,7 @@ class _Stage(nn.Module):
 
 def test_outputs_without_gradient_and_unused_ones() -> None:
     module = _Stage(nn.Linear(3, 3))
-    own = GraphedForward(module, record)
+    own = GraphedForward(module, (), record)
     output, index = own(0, torch.randn(2, 3))
     assert output.requires_grad and not index.requires_grad and index.dtype == torch.int64
     output[0, 0].backward()
@@ -159,7 +159,7 @@ def test_a_stage_that_reads_a_value_on_the_host_is_refused() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(FxpartError, match="not permitted when stream is capturing") as found:
-        GraphedForward(_Stage(nn.Linear(3, 3)), refuse)(0, torch.randn(2, 3))
+        GraphedForward(_Stage(nn.Linear(3, 3)), (), refuse)(0, torch.randn(2, 3))
     assert "FXP109" in str(found.value)
 
 

@@ -208,6 +208,7 @@ class Hand:
                     shape=tuple(tensor.shape),
                     requires_grad=is_parameter and tensor.requires_grad,
                     owner=holders[name][0],
+                    written=not is_parameter,
                 )
             )
         return StageSpec(

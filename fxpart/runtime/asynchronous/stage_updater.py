@@ -70,7 +70,10 @@ class StageUpdater:
         self.known: float | None = None
         self.skipped = self.deferred = False
         self._buffers = WrittenBuffers(
-            buffer for module in mesh_rank.modules.values() for buffer in module.buffers()
+            tensor
+            for stage in mesh_rank.modules
+            for tensor in mesh_rank.list_written(stage)
+            if not isinstance(tensor, nn.Parameter)
         )
 
     def begin(self) -> None:

@@ -53,18 +53,19 @@ def graph_stages(
     if problems:
         raise FxpartError(problems)
     made = []
-    for module in (m for mesh_rank in mesh_ranks for m in mesh_rank.modules.values()):
-        made.append(GraphedForward(module, record))
-        vars(module)["forward"] = made[-1]
+    for mesh_rank in mesh_ranks:
+        for stage, module in mesh_rank.modules.items():
+            made.append(GraphedForward(module, mesh_rank.list_written(stage), record))
+            vars(module)["forward"] = made[-1]
     return made
 
 
 class GraphedForward:
     """The forward of a stage module that replays recordings. recordings: all that were made."""
 
-    def __init__(self, module: nn.Module, record: Record) -> None:
-        """module: its own forward is that of its class."""
-        self._module, self._record = module, record
+    def __init__(self, module: nn.Module, written: Sequence[torch.Tensor], record: Record) -> None:
+        """module: its own forward is that of its class. written: the state that it writes."""
+        self._module, self._written, self._record = module, tuple(written), record
         self._parameters = tuple(p for p in module.parameters() if p.requires_grad)
         self._free: list[RecordedStage] = []
         self.recordings: list[RecordedStage] = []
@@ -78,7 +79,7 @@ class GraphedForward:
         if not self._free:
             made = RecordedStage(
                 lambda *given: own(self._module, key, *given), inputs, self._parameters,
-                tuple(self._module.buffers()), self._record,
+                self._written, self._record,
             )  # fmt: skip
             self.recordings.append(made)
             self._free.append(made)
@@ -116,14 +117,14 @@ class RecordedStage:
         run: Callable[..., Tensors],
         inputs: Tensors,
         parameters: Tensors,
-        buffers: Tensors,
+        written: Tensors,
         record: Record,
     ) -> None:
-        """inputs: an example. buffers: they keep their values, which calls may change."""
+        """inputs: an example. written: state that keeps its values, which calls may change."""
         self._run, self._parameters = run, parameters
         self.forms = [_form(x) for x in inputs]
         self._inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
-        before = [b.clone() for b in buffers]
+        before = [tensor.detach().clone() for tensor in written]
         try:
             self._warm_up()
             self._results, self._replay_forward = record(self._forward)
@@ -136,8 +137,8 @@ class RecordedStage:
                 fix="leave the option out; a recorded stage cannot read values on the host",
             ) from cause  # fmt: skip
         with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+            for tensor, value in zip(written, before, strict=True):
+                tensor.copy_(value)
 
     def forward(self, inputs: Tensors) -> Tensors:
         """Return the outputs for other inputs, in memory of their own."""

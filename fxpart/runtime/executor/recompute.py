@@ -9,16 +9,16 @@ weights, inputs and results, which are stored anyway, is not recomputed, unless 
 each mesh rank decides by itself, and all have to decide the same.
 
 Results stay identical. The autograd graph is that of the plain forward, with handles for its saved
-tensors. Random ops are seeded by the microbatch's key. Buffers that a forward writes are restored
-to their earlier values while it runs again, and to their current values afterwards. Collectives run
-again in the same order on all mesh ranks, whose schedules are the same.
+tensors. Random ops are seeded by the microbatch's key. State that a forward writes, such as
+buffers, is restored to its earlier values while it runs again, and to its current values
+afterwards. Collectives run again in the same order on all mesh ranks, whose schedules are the same.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
@@ -55,10 +55,15 @@ class StageRecomputation:
     recomputations.
     """
 
-    def __init__(self, module: nn.Module, mode: Mode) -> None:
-        """module: the stage, whose buffers its pieces may write."""
+    def __init__(
+        self, module: nn.Module, mode: Mode, written: Collection[str] | None = None
+    ) -> None:
+        """module: the stage. written: attributes with the state that its forward passes write;
+        None: all buffers.
+        """
         self.mode = mode
         self.module = module
+        self._written = written
         self.weights: ForwardWeights | None = None
         self.offloads = False
         self.unpacked: list[SavedTensorHandle] | None = None
@@ -74,6 +79,14 @@ class StageRecomputation:
         if known is None:
             known = self._pieces[name] = _RecomputedFunction(self, piece)
         return known.call(key, inputs)
+
+    def list_written(self, piece: Call) -> list[torch.Tensor]:
+        """Return the state that a piece may write: what its code mentions of the stage's."""
+        if self._written is None:
+            return list(self.module.buffers())
+        mentioned = _list_names(piece)
+        names = self._written if mentioned is None else [n for n in self._written if n in mentioned]
+        return [getattr(self.module, name) for name in names]
 
 
 class SavedTensorHandle:
@@ -105,8 +118,8 @@ class _RecomputedFunction:
     def __init__(self, stage: StageRecomputation, run: Call) -> None:
         self.stage = stage
         self.run = run
-        self.written: list[torch.Tensor] | None = None  # buffers
-        self.changed: tuple[int, ...] = ()  # Inputs that it writes in place.
+        self.written = stage.list_written(run)
+        self.changed: tuple[int, ...] | None = None  # Inputs that it writes; None: not known yet.
         self.again = True  # Whether it is recomputed.
         # A compiled function cannot be left by an exception: torch would compile its handlers.
         self.stops = not hasattr(getattr(run, "forward", run), "__wrapped__")
@@ -116,36 +129,29 @@ class _RecomputedFunction:
         """Run the forward and store only a record of it."""
         if not self.again:
             return self.run(key, *inputs)
-        first = self.written is None
-        watched = list(self.stage.module.buffers()) if self.written is None else self.written
-        before = [buffer.detach().clone() for buffer in watched]
-        record = _RecomputedCall(
-            self, key, inputs, before, range(len(inputs)) if first else self.changed
-        )
+        first = self.changed is None
+        record = _RecomputedCall(self, key, inputs)
         hooks = torch.autograd.graph.saved_tensors_hooks(record.pack, SavedTensorHandle.get)
         with hooks, record.products or nullcontext():
             found = self.run(key, *inputs)
         if first:
-            self._analyze_first_call(record, watched, inputs, found)
+            self._analyze_first_call(record, inputs, found)
         return found
 
     def _analyze_first_call(
         self,
         record: _RecomputedCall,
-        watched: list[torch.Tensor],
         inputs: tuple[Any, ...],
         outputs: tuple[torch.Tensor, ...],
     ) -> None:
-        """Find out what the first call changed; it has copied everything that it could change."""
-        kept = [*self.stage.module.parameters(), *watched, *inputs, *outputs]
+        """Find out what the first call saved, and which inputs it changed: all are copied."""
+        module = self.stage.module
+        kept = [*module.parameters(), *module.buffers(), *inputs, *outputs]
         freed = _get_storage_ids(record.saved) - _get_storage_ids(kept)
-        self.again = bool(freed) or _has_collectives(self.run)
+        mentioned = _list_names(self.run)
+        self.again = bool(freed) or mentioned is None or "collectives" in mentioned
         freed_bytes = _count_bytes(record.saved, freed)
         record.saved.clear()
-        pairs = list(zip(watched, record.buffers, strict=True))
-        changed = [not torch.equal(buffer, old) for buffer, old in pairs]
-        self.written = [buffer for (buffer, _), new in zip(pairs, changed, strict=True) if new]
-        record.buffers = [old for (_, old), new in zip(pairs, changed, strict=True) if new]
         self.changed = record.settle(inputs)
         if self.products is not None and record.products is not None:
             self.products.decide(record.products, freed_bytes)
@@ -154,20 +160,15 @@ class _RecomputedFunction:
 class _RecomputedCall:
     """One call of a piece: its inputs, and a handle for each tensor that autograd saved."""
 
-    def __init__(
-        self,
-        piece: _RecomputedFunction,
-        key: int,
-        inputs: tuple[Any, ...],
-        buffers: list[torch.Tensor],
-        copied: Any,
-    ) -> None:
-        """buffers: copies of those that the call may write. copied: inputs that it may write."""
+    def __init__(self, piece: _RecomputedFunction, key: int, inputs: tuple[Any, ...]) -> None:
+        """Copy what the call may write."""
         self.piece = piece
-        self.buffers = buffers
+        self._first = piece.changed is None
+        copied = range(len(inputs)) if piece.changed is None else piece.changed
+        self._state = [tensor.detach().clone() for tensor in piece.written]
         self.saved: list[torch.Tensor] = []  # Of a first call, until it ends.
         # Hooks around the stage, which store the inputs of its pieces on the host.
-        hooks = saved_hooks() if piece.stage.offloads and piece.written is not None else None
+        hooks = saved_hooks() if piece.stage.offloads and not self._first else None
         store = None if hooks is None else hooks[0]
         self._bring = _return_same if hooks is None else hooks[1]
         self._key = key
@@ -178,7 +179,7 @@ class _RecomputedCall:
             if isinstance(value, torch.Tensor):
                 kept, version = value.detach(), get_write_count(value)
                 if place in copied:
-                    kept, version = kept.clone(), 0
+                    kept = kept.clone()
                 elif store is not None:
                     kept, version = _StoredInput(store(kept), value.requires_grad), -1
                 if isinstance(kept, torch.Tensor):
@@ -197,9 +198,8 @@ class _RecomputedCall:
         written = []
         for place, value in enumerate(inputs):
             if isinstance(value, torch.Tensor):
-                if torch.equal(value.detach(), self._inputs[place].detach()):
+                if get_write_count(value) == self._versions[place]:
                     self._inputs[place] = value.detach().requires_grad_(value.requires_grad)
-                    self._versions[place] = get_write_count(value)
                 else:
                     written.append(place)
         self._copied = tuple(written)
@@ -209,7 +209,7 @@ class _RecomputedCall:
         """Return the handle that the graph stores instead of a tensor."""
         slot = SavedTensorHandle(self)
         self._slots.append(weakref.ref(slot))
-        if self.piece.written is None:
+        if self._first:
             self.saved.append(tensor)
         return slot
 
@@ -236,7 +236,7 @@ class _RecomputedCall:
         reading: AbstractContextManager[Any] = nullcontext()
         if weights is not None:
             reading = weights.forward_weights()
-        with reading as pack, torch.enable_grad(), self._restore_buffers(), kept, hooks:
+        with reading as pack, torch.enable_grad(), self._restore_state(), kept, hooks:
             try:
                 self.piece.run(self._key, *self._arguments())
             except _StopRecomputationError:
@@ -269,24 +269,24 @@ class _RecomputedCall:
                 yield value
 
     @contextmanager
-    def _restore_buffers(self) -> Iterator[None]:
-        """Restore the buffers of this call; restore the current ones afterwards."""
-        written = self.piece.written or []
-        now = [buffer.detach().clone() for buffer in written]
-        # Writing .data keeps the version, so a graph that has saved the buffer accepts it.
-        for buffer, old in zip(written, self.buffers, strict=True):
-            buffer.data.copy_(old)
+    def _restore_state(self) -> Iterator[None]:
+        """Restore the state of this call; restore the current values afterwards."""
+        written = self.piece.written
+        now = [tensor.detach().clone() for tensor in written]
+        # Writing .data keeps the version, so a graph that has saved the tensor accepts it.
+        for tensor, old in zip(written, self._state, strict=True):
+            tensor.data.copy_(old)
         try:
             yield
         finally:
-            for buffer, value in zip(written, now, strict=True):
-                buffer.data.copy_(value)
+            for tensor, value in zip(written, now, strict=True):
+                tensor.data.copy_(value)
 
 
-def _has_collectives(piece: Call) -> bool:
-    """Return whether its code calls collectives."""
+def _list_names(piece: Call) -> tuple[str, ...] | None:
+    """Return the names in the code of a piece; None: unknown."""
     code = getattr(inspect.unwrap(getattr(piece, "forward", piece)), "__code__", None)
-    return code is None or "collectives" in code.co_names
+    return None if code is None else code.co_names
 
 
 def _get_storage_ids(values: Iterable[Any]) -> set[int]:

@@ -37,7 +37,8 @@ class SavedTensorPolicy:
         self.offload = ActivationOffload(module) if offload else None
         self.recompute: StageRecomputation | None = None
         if recompute != "none":
-            self.recompute = StageRecomputation(module, recompute)
+            written = [state.attribute for state in stage.state if state.written]
+            self.recompute = StageRecomputation(module, recompute, written)
             self.recompute.offloads = offload
             self._in_blocks = hasattr(module, "call")  # Its code marks the start of blocks.
         sharding = {} if spec.sharding is None else spec.sharding.state
@@ -120,7 +121,7 @@ class StageSignature:
     (descending). relayed: inputs whose partial gradient comes from a later user. loss: the output
     that is the loss. kept: outputs to return to the user. trains: whether the stage takes part in
     the backward pass. positions: of inputs that are values of other stages, by name. keeping: calls
-    the module.
+    the module. writes_state: forward passes write parameters or buffers.
     """
 
     index: int
@@ -136,6 +137,7 @@ class StageSignature:
     trains: bool
     positions: dict[str, int]
     keeping: SavedTensorPolicy
+    writes_state: bool
 
     @classmethod
     def of(
@@ -175,4 +177,5 @@ class StageSignature:
             has_backward(spec, stage),
             {link.name: link.input for link in into},
             SavedTensorPolicy(spec, stage, module, recompute, offload),
+            any(state.written for state in stage.state),
         )

@@ -21,16 +21,16 @@ class StepExecutor(RankInstructions):
     def _alone(self) -> int:
         """Instructions that may run while the ranks compare their batches: one or none.
 
-        A rank that waits for no peer may start. Exceptions: a forward that changes buffers, because
-        a rejected batch must not change any, and a forward with collectives, because a rank that
+        A rank that waits for no peer may start. Exceptions: a forward that writes state, because a
+        rejected batch must not change any, and a forward with collectives, because a rank that
         makes another call would never join.
         """
         first = self._prepared[0] if self._prepared else None
         if first is None or first.action.kind is not ActionKind.F or first.awaits:
             return 0
-        module = self._signatures[first.action.stage].module
-        changes = any(True for _ in module.buffers())
-        return int(not changes and (self._threads or "mesh" not in vars(module)))
+        signature = self._signatures[first.action.stage]
+        collectives = "mesh" in vars(signature.module)
+        return int(not signature.writes_state and (self._threads or not collectives))
 
     def wrap(self, hooks: Callable[[Instruction], Instruction] | None) -> None:
         """Replace each instruction by ``around(instruction)`` from the next step on; None: undo."""

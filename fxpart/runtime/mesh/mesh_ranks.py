@@ -32,6 +32,11 @@ class MeshRank:
     spec: ProgramSpec
     modules: Mapping[int, nn.Module]
 
+    def list_written(self, stage: int) -> list[torch.Tensor]:
+        """Return the state of this process's stage that forward passes write."""
+        state = self.spec.stages[stage].state
+        return [getattr(self.modules[stage], each.attribute) for each in state if each.written]
+
 
 def get_stage_mesh(spec: ProgramSpec) -> Mesh:
     """Return the mesh of every stage; of size one if the program is not sharded."""

@@ -54,7 +54,7 @@ class NonFiniteGuard:
         self._buffers = WrittenBuffers(
             tensor
             for entry in trainer._state.entries.values()
-            if entry.spec.kind != "parameter"
+            if entry.spec.kind != "parameter" and entry.spec.written
             for tensor in entry.copies.values()
         )
 
