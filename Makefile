@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 TREES := fxpart passes costmodels tests examples setup.py
 
-.PHONY: help test tests long quick search lint format typecheck demo bench gpu chaos pages docs clean
+.PHONY: help test tests long times quick search lint format typecheck demo bench gpu chaos pages docs clean
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -38,8 +38,14 @@ test: lint  ## what has to pass: lint, types, all tests but the longest
 tests: $(STAMP)
 	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) --durations=25 -m "not long"
 
-long: $(STAMP)  ## the longest cases of tests over many models and seeds
-	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) --durations=25 -m long
+long: $(STAMP)  ## the tests that `make test` leaves out; PART=2/10 runs a part of them
+	$(QUIET) PART=$(PART) $(BIN)/python -m pytest -q $(WORKERS) --durations=25 -m long
+
+times: $(STAMP)  ## write anew which tests `make test` leaves out, from the time that each takes
+	mkdir -p build
+	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) --junitxml=build/times.xml -m "not long"
+	$(BIN)/python -m pytest -q --collect-only tests > build/cases.txt
+	$(BIN)/python tests/support/long_tests.py build/times.xml build/cases.txt
 
 quick: $(STAMP)  ## the fast tests, under a minute
 	$(QUIET) $(BIN)/python -m pytest -q $(WORKERS) -m "not slow and not long"

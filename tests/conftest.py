@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 # Threads first: torch reads this when it is imported, and the machine may have two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from long_tests import is_long, left_of_samples, repeated_combinations, turn
+from long_tests import is_long, turn
 from ranks import Pool
 
 # Processes that tests start read startup/sitecustomize.py; this one does as they do.
@@ -35,13 +35,13 @@ settings.load_profile("steady")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the longest cases, and begin with the longest files; see tests/support/long_tests.py."""
-    cases = [
-        (item.nodeid, getattr(getattr(item, "callspec", None), "params", None)) for item in items
-    ]
-    repeated = {*repeated_combinations(cases), *left_of_samples(case for case, _ in cases)}
     for item in items:
-        if is_long(item.nodeid) or item.nodeid in repeated:
+        if is_long(item.nodeid):
             item.add_marker(pytest.mark.long)
+    if part := os.environ.get("PART"):
+        number, count = map(int, part.split("/"))
+        names = sorted({item.path for item in items})
+        items[:] = [item for item in items if names.index(item.path) % count == number - 1]
     items.sort(key=lambda item: turn(item.nodeid))
 
 
