@@ -17,15 +17,10 @@ from fxpart.compiler.effects import state_written
 from fxpart.errors import FxpartError, Problem
 from fxpart.verification.gradient_hooks import refuse_gradient_hooks
 from fxpart.verification.module_structure import ModuleStructureGuard
+from fxpart.verification.mutable_object import MISSING, MutableObject
+from fxpart.verification.object_values import ATOMS, equal
 from fxpart.verification.reachable_code import ReachableCode, is_own_class
-from fxpart.verification.reachable_state import (
-    ATOMS,
-    MISSING,
-    SLOTS,
-    MutableObject,
-    ReachableState,
-    equal,
-)
+from fxpart.verification.reachable_state import SLOTS, ReachableState
 from fxpart.verification.value_snapshot import is_array, is_generator, is_iterator, same, version
 
 _FIX = (

@@ -10,8 +10,8 @@ from fxpart.capture.failure_causes import find_source_line, summarize_exception
 from fxpart.errors import Problem
 from fxpart.verification.differences import NumericDifference
 from fxpart.verification.impure_calls import ImpureCalls
+from fxpart.verification.mutable_object import StateChange
 from fxpart.verification.reachable_code import ReachableCode
-from fxpart.verification.reachable_state import StateChange
 
 _SHOWN = 8
 _INPUT = "pass the value to forward as an input tensor"

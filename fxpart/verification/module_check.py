@@ -46,8 +46,9 @@ from fxpart.verification.findings import (
 )
 from fxpart.verification.gradient_hooks import refuse_gradient_hooks
 from fxpart.verification.impure_calls import ImpureCalls, advance_clocks
+from fxpart.verification.mutable_object import StateChange
 from fxpart.verification.reachable_code import ReachableCode
-from fxpart.verification.reachable_state import ReachableState, StateChange
+from fxpart.verification.reachable_state import ReachableState
 
 OPTIONS = ("auto", "on", "off")
 _SEEDS = (11, 12, 13)
