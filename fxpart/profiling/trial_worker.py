@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fxpart.compat.optimizer_choice import choose
 from fxpart.profiling.memory import release_free_memory
 from fxpart.profiling.processes import make_process_group
-from fxpart.runtime.batch.batch_reader import flatten_batch
+from fxpart.runtime.batch.batch_inputs import flatten_batch
 from fxpart.runtime.monitor.memory_footprint import MemoryFootprint
 from fxpart.training.trainer_factory import load_trainer
 

@@ -192,7 +192,7 @@ def test_batches_travel_whole(tmp_path: Path) -> None:
     import torch
 
     from fxpart.profiling.trial_worker import load_batch, save_batch
-    from fxpart.runtime.batch.batch_reader import flatten_batch
+    from fxpart.runtime.batch.batch_inputs import flatten_batch
 
     x = torch.arange(6.0).view(2, 3)
     for batch in (x, (x, {"a": [x + 1, 3, None], "b": True}), {"ids": x.long(), "again": x.t()}):

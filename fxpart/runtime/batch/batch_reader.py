@@ -11,6 +11,14 @@ import torch
 
 from fxpart.errors import FxpartError, Problem
 from fxpart.program.spec import InputSpec, ProgramSpec
+from fxpart.runtime.batch.batch_inputs import (
+    BatchInputFinder,
+    describe_input,
+    format_shape,
+    get_rows,
+    make_problem,
+    make_size_problem,
+)
 from fxpart.runtime.batch.batch_totals import BatchTotals
 from fxpart.runtime.batch.device_copy import copy_to_device
 from fxpart.runtime.batch.row_repetition import count_repeats, repeat_rows, split_rows
@@ -22,7 +30,6 @@ from fxpart.runtime.batch.symbolic_shapes import (
 )
 from fxpart.runtime.dtypes import torch_dtype
 
-Path = tuple[str | int, ...]
 Shape = tuple[str, tuple[int, ...]]  # dtype and sizes
 
 
@@ -100,9 +107,7 @@ class BatchReader:
             None if spec.totals is None else BatchTotals(spec.totals, spec.symbols, constants)
         )
         self._multiple = multiple
-        self._needed = frozenset(i.name for i in self._inputs) if needed is None else needed
-        self._constants = {c.path: c.value for c in spec.constants}
-        self._dtypes = {i.name: torch_dtype(i.dtype) for i in self._inputs}
+        self._finder = BatchInputFinder(self._inputs, spec.constants, needed)
         self._dims = {i.name: [make_dim_function(entry) for entry in i.shape] for i in self._inputs}
 
     def read(self, batch: Any, microbatches: int) -> MicrobatchSplit:
@@ -115,7 +120,7 @@ class BatchReader:
         Inputs that are not needed may be missing or None.
         """
         problems: list[Problem] = []
-        tensors = self._find_tensors(batch, problems)
+        tensors = self._finder.find(batch, problems)
         if problems:
             raise FxpartError(problems)
         shapes = {n: (str(t.dtype)[6:], tuple(t.shape)) for n, t in tensors.items()}
@@ -139,7 +144,7 @@ class BatchReader:
         tensors = {
             spec.name: seen.tensors[spec.name]
             if spec.name in seen.tensors and not seen.local
-            else torch.empty(known[spec.name][1], dtype=self._dtypes[spec.name], device="meta")
+            else torch.empty(known[spec.name][1], dtype=torch_dtype(spec.dtype), device="meta")
             for spec in self._inputs
             if spec.name in known
         }
@@ -181,71 +186,8 @@ class BatchReader:
             )
             if spec.name not in tensors and (sized or rows):
                 why = "no rank was given this input, and symbolic sizes are read from it"
-                fix = f"on at least one rank, {_describe_input(spec)}"
-                problems.append(_make_problem(spec.path, why, fix))
-
-    # -- find the inputs in the batch --------------------------------------------------------
-
-    def _find_tensors(self, batch: Any, problems: list[Problem]) -> dict[str, torch.Tensor]:
-        leaves = dict(flatten_batch((batch,) if isinstance(batch, torch.Tensor) else batch))
-        tensors: dict[str, torch.Tensor] = {}
-        for spec in self._inputs:
-            if leaves.get(spec.path) is None and spec.name not in self._needed:
-                leaves.pop(spec.path, None)
-                continue
-            if spec.path not in leaves:
-                inner = [path for path in leaves if path[: len(spec.path)] == spec.path]
-                for path in inner:
-                    del leaves[path]
-                why = "it is a list or dict, not a tensor" if inner else "it is missing"
-                problems.append(_make_problem(spec.path, why, _describe_input(spec)))
-                continue
-            value = leaves.pop(spec.path)
-            fault = self._find_fault(spec, value)
-            fix = _describe_input(spec)
-            if not fault and value.requires_grad:
-                fault = "it requires a gradient, which trainers do not return"
-                fix = "detach it, or make what computes it a part of the model"
-            if fault:
-                problems.append(_make_problem(spec.path, fault, fix))
-            else:
-                tensors[spec.name] = value
-        for path, fixed in self._constants.items():
-            # A partial batch need not include the constants.
-            spare = len(tensors) < len(self._inputs)
-            value = leaves.pop(path, fixed if fixed is None or spare else _MISSING)
-            if type(value) is not type(fixed) or value != fixed:
-                why = "it is missing" if value is _MISSING else f"it is {_format_value(value)}"
-                fix = (
-                    f"pass {_format_value(fixed)} as at capture, or capture again for another value"
-                )
-                problems.append(
-                    _make_problem(path, f"{why}, but was {_format_value(fixed)} at capture", fix)
-                )
-        for path, value in leaves.items():
-            if value is not None:
-                known = ", ".join(_format_path(i.path) for i in self._inputs)
-                problems.append(
-                    _make_problem(
-                        path,
-                        "the program has no such input",
-                        f"remove it from the batch; the inputs are {known}",
-                    )
-                )
-        return tensors
-
-    def _find_fault(self, spec: InputSpec, value: Any) -> str | None:
-        if not isinstance(value, torch.Tensor):
-            return f"it is {_format_value(value)}, not a tensor"
-        if value.layout != torch.strided:
-            return f"it is a {str(value.layout)[6:]} tensor, not a dense one"
-        if value.dtype != self._dtypes[spec.name]:
-            return f"its dtype is {str(value.dtype)[6:]}, not {spec.dtype}"
-        if value.dim() != len(spec.shape):
-            return f"it has {value.dim()} dims, {tuple(value.shape)}, not {_format_shape(spec)}"
-        return None
-
-    # -- split the batch ---------------------------------------------------------------------
+                fix = f"on at least one rank, {describe_input(spec)}"
+                problems.append(make_problem(spec.path, why, fix))
 
     def _split(
         self, tensors: dict[str, torch.Tensor], microbatches: int, problems: list[Problem]
@@ -290,7 +232,7 @@ class BatchReader:
         """
         counts: set[int] = set()
         for spec in fixed:
-            unit, size = _get_batch_entry(spec), _size(spec, tensors)
+            unit, size = _get_batch_entry(spec), get_rows(spec, tensors)
             assert isinstance(unit, int)
             if unit == 0 or size == 0 or size % unit:
                 why = (
@@ -301,18 +243,18 @@ class BatchReader:
                     f"pass a multiple of {unit} rows (drop_last=True in a DataLoader drops a "
                     "smaller last batch), or capture with a symbolic batch dim"
                 )
-                problems.append(_make_problem(spec.path, why, fix))
+                problems.append(make_problem(spec.path, why, fix))
             elif size > unit and microbatches == 1:
                 why = (
                     f"the program was captured at a fixed batch size of {unit} for one microbatch, "
                     f"and the batch has {size} along dim {spec.batch_dim}"
                 )
                 fix = f"pass batches of {unit}, or compile with microbatches=2 or more"
-                problems.append(_make_problem(spec.path, why, fix))
+                problems.append(make_problem(spec.path, why, fix))
             else:
                 counts.add(size // unit)
         if len(counts) > 1:
-            problems.append(_make_size_problem(fixed, tensors))
+            problems.append(make_size_problem(fixed, tensors))
         if problems:
             return []
         unit = _get_batch_entry(fixed[0])
@@ -328,15 +270,13 @@ class BatchReader:
     ) -> list[int]:
         """Return even pieces of a symbolic batch; fewer pieces if there are fewer rows."""
         plain = [spec for spec in cut if str(_get_batch_entry(spec)).isidentifier()] or cut
-        sizes = {_size(spec, tensors) for spec in plain}
+        sizes = {get_rows(spec, tensors) for spec in plain}
         if len(sizes) > 1:
-            problems.append(_make_size_problem(plain, tensors))
+            problems.append(make_size_problem(plain, tensors))
             return []
         rows = sizes.pop()
         if rows == 0:
-            problems.append(
-                _make_problem(plain[0].path, "the batch is empty", "skip empty batches")
-            )
+            problems.append(make_problem(plain[0].path, "the batch is empty", "skip empty batches"))
             return []
         return list(split_rows(rows, self._multiple, microbatches))
 
@@ -355,14 +295,14 @@ class BatchReader:
             return repeats
         for spec in self._find_unrepeatable(cut):
             why = (
-                f"its shape {_format_shape(spec)} does not have the {sum(rows)} rows of the batch "
+                f"its shape {format_shape(spec)} does not have the {sum(rows)} rows of the batch "
                 f"in one dim alone, and {self._multiple} ranks take equal parts of each microbatch"
             )
             fix = (
                 f"pass a multiple of {self._multiple} rows (drop_last=True in a DataLoader drops a "
                 "smaller last batch)"
             )
-            problems.append(_make_problem(spec.path, why, fix))
+            problems.append(make_problem(spec.path, why, fix))
         for piece, count in zip(pieces, repeats, strict=True):
             for spec in cut if count > 1 and not problems else ():
                 if spec.name in piece:
@@ -399,12 +339,10 @@ class BatchReader:
         if sum(lengths) != size:
             why = f"it has {size} along dim {spec.batch_dim} ({entry}), not {sum(lengths)}"
             problems.append(
-                _make_problem(spec.path, why, "pass the same number of rows in every input")
+                make_problem(spec.path, why, "pass the same number of rows in every input")
             )
             return None
         return lengths
-
-    # -- symbols --------------------------------------------------------------------------------
 
     def _measure_symbols(
         self, pieces: list[dict[str, torch.Tensor]], problems: list[Problem]
@@ -446,62 +384,11 @@ class BatchReader:
                 same = "" if isinstance(entry, int) else f" ({entry}, as in other inputs)"
                 why = f"dim {at} is {actual[at]}, not {expected}{same}"
                 fix = "pass sizes that agree" if same else "pass that size, or capture again"
-                problem = _make_problem(spec.path, why, fix)
+                problem = make_problem(spec.path, why, fix)
                 if problem not in problems:
                     problems.append(problem)
-
-
-_MISSING = object()  # Marks a path that the batch does not have.
-
-
-def flatten_batch(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield the tensors and plain values of a batch with their paths of keys and indices."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from flatten_batch(inner, (*path, key))
-    elif isinstance(value, (tuple, list)):
-        for index, inner in enumerate(value):
-            yield from flatten_batch(inner, (*path, index))
-    else:
-        yield path, value
 
 
 def _get_batch_entry(spec: InputSpec) -> int | str:
     assert spec.batch_dim is not None
     return spec.shape[spec.batch_dim]
-
-
-def _size(spec: InputSpec, tensors: Mapping[str, torch.Tensor]) -> int:
-    assert spec.batch_dim is not None
-    return tensors[spec.name].shape[spec.batch_dim]
-
-
-def _make_size_problem(specs: Sequence[InputSpec], tensors: Mapping[str, torch.Tensor]) -> Problem:
-    sizes = ", ".join(f"{_format_path(s.path)} {_size(s, tensors)}" for s in specs)
-    return Problem(
-        "FXP105",
-        "batch",
-        f"its inputs differ in size along the batch dim: {sizes}",
-        "pass the same number of rows in every input",
-    )
-
-
-def _make_problem(path: Path, why: str, fix: str) -> Problem:
-    return Problem("FXP105", _format_path(path), why, fix)
-
-
-def _format_path(path: Path) -> str:
-    return "batch" + "".join(f"[{key!r}]" for key in path)
-
-
-def _describe_input(spec: InputSpec) -> str:
-    return f"pass a {spec.dtype} tensor of shape {_format_shape(spec)}"
-
-
-def _format_shape(spec: InputSpec) -> str:
-    return "(" + ", ".join(map(str, spec.shape)) + ("," if len(spec.shape) == 1 else "") + ")"
-
-
-def _format_value(value: Any) -> str:
-    text = repr(value) if isinstance(value, (bool, int, float, str, type(None))) else ""
-    return text[:60] or f"a {type(value).__name__}"

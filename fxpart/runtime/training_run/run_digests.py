@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpart.runtime.batch.batch_reader import flatten_batch
+from fxpart.runtime.batch.batch_inputs import flatten_batch
 
 if TYPE_CHECKING:
     from fxpart.runtime.fit import FitLoop
