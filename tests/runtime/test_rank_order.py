@@ -28,7 +28,7 @@ from fxpart.plan.model import Plan
 from fxpart.runtime import InProcess
 from fxpart.runtime.mesh.mesh_ranks import build_rank_table
 from fxpart.sharding import Mesh
-from fxpart.training.trainer_factory import get_gpu_index
+from fxpart.training.local_placement import get_gpu_index
 from fxpart.verification.comparison import compare
 
 Table = tuple[tuple[int, ...], ...]
