@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,6 @@ from fxpart.passes.objective import ADDED_KEY, RowDependence
 from fxpart.plan.model import Plan
 from fxpart.plan.schedule import plan_schedule
 from fxpart.plan.summary import summarize, summarize_as_html
-from fxpart.plan.throughput import ModelWork
 from fxpart.planner.constraint_check import check_plan
 from fxpart.planner.constraints import (
     check_trainable,
@@ -53,7 +51,6 @@ from fxpart.planner.prepared_model import (
 )
 from fxpart.planner.request import PlanRequest, find_cluster, make_request
 from fxpart.planner.sharding_decision import parse_annotation_constraint
-from fxpart.pricing.rule_coverage import count_model_work
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.torch_modes import guard_compile
 from fxpart.schedule.action import Schedule
@@ -94,21 +91,16 @@ class Program:
 
     def __repr__(self) -> str:
         """Return a summary of the plan of at most 20 lines, with MFU for models with tokens."""
-        return summarize(self.plan, self.work)
+        return summarize(self.plan)
 
     def _repr_html_(self) -> str:
         """Return the summary as HTML, for notebooks."""
-        return summarize_as_html(self.plan, self.work)
+        return summarize_as_html(self.plan)
 
     @property
     def graph(self) -> fx.GraphModule:
         """The staged graph before sharding."""
         return self.whole.graph
-
-    @cached_property
-    def work(self) -> ModelWork:
-        """Model FLOPs of one optimizer step, counted from the captured graph."""
-        return count_model_work(self.captured, self.prepared.graph, self.plan)
 
     @property
     def optimizer(self) -> Any:

@@ -13,7 +13,6 @@ from fxpart.errors import EXIT_INFEASIBLE, error
 
 if TYPE_CHECKING:
     from fxpart.plan.model import Plan
-    from fxpart.plan.throughput import ModelWork
     from fxpart.solver.joint.problem import JointProblem
 
 
@@ -81,7 +80,7 @@ def command(
             why = "with --space all, placements of ops are not computed"
             raise error("FXP109", where="--dump-annotations", why=why, fix="omit one of them")
         proposed = request.propose(request.workload())
-        _write(proposed.plan, proposed.problem, None, path, as_json)
+        _write(proposed.plan, proposed.problem, path, as_json)
         return 0
     program = request.compile(request.workload())
     if dump is not None:
@@ -89,9 +88,7 @@ def command(
 
         write(dump, program.completed_annotations(dump[-5:]))
         output.note(f"wrote {dump}")
-    _write(
-        program.plan, program.costed() if path is not None else None, program.work, path, as_json
-    )
+    _write(program.plan, program.costed() if path is not None else None, path, as_json)
     return 0
 
 
@@ -136,7 +133,6 @@ def _plan_in_advance(
 def _write(
     plan: Plan,
     problem: JointProblem | None,
-    work: ModelWork | None,
     path: str | None,
     as_json: bool,
 ) -> None:
@@ -151,4 +147,4 @@ def _write(
         output.note(f"wrote {path} and {get_problem_path(path)}")
     if as_json or path is None:
         output.text(plan.dumps().rstrip("\n"))
-    (output.note if as_json or path is None else output.text)(explain(plan, work).rstrip("\n"))
+    (output.note if as_json or path is None else output.text)(explain(plan).rstrip("\n"))

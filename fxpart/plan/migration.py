@@ -7,7 +7,7 @@ from typing import Any
 
 from fxpart.errors import error
 
-VERSION = 9  # of the plans that this fxpart writes
+VERSION = 10  # of the plans that this fxpart writes
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -108,7 +108,7 @@ def _list(value: Any) -> list[Any]:
 
 # version -> the function that migrates plain dicts and lists to version + 1.
 MIGRATIONS: dict[int, Step] = {
-    1: _one, 2: _two, 3: _three, 4: _four, 5: _five, 6: _six, 7: _seven, 8: _eight,
+    1: _one, 2: _two, 3: _three, 4: _four, 5: _five, 6: _six, 7: _seven, 8: _eight, 9: dict,
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from fxpart.plan.migration import VERSION
 from fxpart.plan.offload import Offload
 from fxpart.plan.prediction import HostLoad, PeakMemory, Prediction, RankPrediction
 from fxpart.plan.staleness_penalty import ModeCandidate
+from fxpart.plan.throughput import ModelWork
 from fxpart.schedule.weight_modes import FLUSH
 
 __all__ = [
@@ -59,7 +60,7 @@ class PlanModel(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fingerprint: digest of the annotated graph (ops, shapes, state names, blocks). capture:
     "export", "export-strict" or "symbolic-trace". batch: "symbolic" or "fixed" (captured at the
     microbatch size). blocks: number of blocks of the graph. parameters: number of elements;
-    parameter_bytes: bytes.
+    parameter_bytes: bytes. work: what it computes; None in plans made before version 10.
     """
 
     name: str
@@ -71,6 +72,7 @@ class PlanModel(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     parameters: int
     parameter_bytes: int
     inputs: tuple[PlanInput, ...]
+    work: ModelWork | None = None
 
 
 class Stage(_PlanStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):

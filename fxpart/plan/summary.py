@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, Protocol
 
 from fxpart import units
-from fxpart.plan.throughput import ModelWork, Throughput, compute_throughput
+from fxpart.plan.throughput import Throughput, compute_throughput
 from fxpart.schedule.weight_modes import FLUSH
 
 if TYPE_CHECKING:
@@ -56,24 +56,24 @@ class StageLayout(Protocol):
         ...
 
 
-def summarize(plan: Plan, work: ModelWork | None = None) -> str:
-    """Return the plan as text of at most 20 lines; ``work`` adds MFU and TFLOP/s."""
-    rows = summary_rows(plan, work)
+def summarize(plan: Plan) -> str:
+    """Return the plan as text of at most 20 lines."""
+    rows = summary_rows(plan)
     width = max(len(name) for name, _ in rows)
     return "\n".join([_title(plan), *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
-def summarize_as_html(plan: Plan, work: ModelWork | None = None) -> str:
+def summarize_as_html(plan: Plan) -> str:
     """Return :func:`summarize` as an HTML fragment without style sheets, scripts or links."""
     rows = "".join(
         f'<tr><th style="text-align:left">{escape(name)}</th>'
         f'<td style="text-align:left">{escape(value)}</td></tr>'
-        for name, value in summary_rows(plan, work)
+        for name, value in summary_rows(plan)
     )
     return f"<table><caption>{escape(_title(plan))}</caption><tbody>{rows}</tbody></table>"
 
 
-def summary_rows(plan: Plan, work: ModelWork | None = None) -> list[tuple[str, str]]:
+def summary_rows(plan: Plan) -> list[tuple[str, str]]:
     """Return the summary as pairs of a label and a value, each on one line."""
     model, certificate = plan.model, plan.degrees or plan.certificate
     rows = [
@@ -85,7 +85,7 @@ def summary_rows(plan: Plan, work: ModelWork | None = None) -> list[tuple[str, s
         ("batch", f"{plan.batch_size} samples in {units.plural(plan.microbatches, 'microbatch')}"),
         ("step time", f"{units.seconds(plan.prediction.expected_seconds)} predicted "
          f"({describe_source(plan.prediction)})"),
-        *throughput_rows(compute_throughput(plan, work)),
+        *throughput_rows(compute_throughput(plan)),
         ("pipeline bubble", units.percent(plan.prediction.bubble)),
         ("bound", f"{certificate.status}: objective {units.seconds(certificate.objective)}, lower "
          f"bound {units.seconds(certificate.lower_bound)}, gap {units.percent(certificate.gap)}"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,18 +14,18 @@ if TYPE_CHECKING:
     from fxpart.plan.model import Plan, PlanInput
 
 _INTEGERS = ("int64", "int32", "int16", "uint8")
-NO_FLOPS = "the plan file has no model FLOPs; `fxpart plan` and print(program) compute them"
+NO_FLOPS = "an earlier version of fxpart made the plan; plan again to count the model's FLOPs"
 
 
-class ModelWork(msgspec.Struct, frozen=True):
-    """What one optimizer step of a model computes, counted from its captured graph.
+class ModelWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a model computes in training, counted from its captured graph.
 
-    flops: model FLOPs of one step over the whole batch. sizes: the example's size of each symbolic
-    dimension that is not the batch. dtype: in which most of the FLOPs are computed.
+    flops: model FLOPs of one sample, or of one microbatch if no input has a batch dim. sizes: the
+    example's size of each symbolic dim. dtype: in which most of the FLOPs are computed.
     """
 
     flops: float
-    sizes: Mapping[str, int] = MappingProxyType({})
+    sizes: dict[str, int] = {}
     dtype: str = "float32"
 
 
@@ -64,18 +63,18 @@ class RowFigures(msgspec.Struct, frozen=True):
     mfu_seconds: float | None = None
 
 
-def compute_row_figures(plan: Plan, work: ModelWork | None = None) -> RowFigures:
+def compute_row_figures(plan: Plan) -> RowFigures:
     """Return the tokens and the ideal seconds of one row of the plan's batch."""
-    found = compute_throughput(plan, work)
+    found = compute_throughput(plan)
     seconds, rate = plan.prediction.expected_seconds, found.samples_per_second
     tokens = None if not rate or found.tokens_per_second is None else found.tokens_per_second / rate
     ideal = None if found.mfu is None else found.mfu * seconds / plan.batch_size
     return RowFigures(tokens, ideal)
 
 
-def compute_throughput(plan: Plan, work: ModelWork | None = None) -> Throughput:
-    """Return the throughput of a plan; ``work`` is not part of a plan file."""
-    seconds = plan.prediction.expected_seconds
+def compute_throughput(plan: Plan) -> Throughput:
+    """Return the throughput of a plan."""
+    seconds, work = plan.prediction.expected_seconds, plan.model.work
     if not seconds:
         return Throughput()
     notes: list[str] = []
@@ -89,13 +88,15 @@ def compute_throughput(plan: Plan, work: ModelWork | None = None) -> Throughput:
     if work is None:
         return msgspec.structs.replace(found, notes=(*notes, f"MFU is not known: {NO_FLOPS}."))
     peak = _peak(plan, work, notes)
-    mfu = None if peak is None else work.flops / (seconds * peak)
+    has_rows = any(item.batch_dim is not None for item in plan.model.inputs)
+    flops = work.flops * (plan.batch_size if has_rows else plan.microbatches)
+    mfu = None if peak is None else flops / (seconds * peak)
     if mfu is not None:
         notes += _warn_above_published(plan, mfu)
     return msgspec.structs.replace(
         found,
-        model_flops=work.flops,
-        tflops_per_device=work.flops / seconds / plan.world / 1e12,
+        model_flops=flops,
+        tflops_per_device=flops / seconds / plan.world / 1e12,
         mfu=mfu,
         notes=tuple(notes),
     )

@@ -32,6 +32,7 @@ from fxpart.plan.prediction import HostLoad, StepParts, step_parts
 from fxpart.plan.schedule import with_directions
 from fxpart.planner.prediction.descriptions import explain_rejection, label
 from fxpart.planner.prediction.step_simulation import simulate_step
+from fxpart.pricing.rule_coverage import count_model_work
 from fxpart.pricing.stage_parallelism import GradientReductionTimes
 from fxpart.program.edges import find_stage_edges as edges_of
 from fxpart.program.spec import ProgramSpec
@@ -377,4 +378,5 @@ def model_info(captured: CapturedModel, graph: fx.GraphModule) -> PlanModel:
             PlanInput(name=i.name, dtype=i.dtype, shape=i.shape, batch_dim=i.batch_dim)
             for i in captured.inputs
         ),
+        work=count_model_work(captured, graph.graph),
     )

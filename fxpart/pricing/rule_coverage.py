@@ -16,7 +16,6 @@ from fxpart.costmodels.op_work import flops
 from fxpart.costmodels.tensor_sizes import floating_dtype
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.passes.rules import ShardingRule, rule_of
-from fxpart.plan.model import Plan
 from fxpart.plan.throughput import ModelWork
 from fxpart.pricing.specs import Specs
 
@@ -88,25 +87,24 @@ def coverage(graphs: Iterable[fx.Graph]) -> Coverage:
     return Coverage(tuple(sorted(rows, key=lambda op: (-op.flops, -op.calls, op.op))))
 
 
-def count_model_work(captured: CapturedModel, graph: fx.Graph, plan: Plan) -> ModelWork:
-    """Count the model FLOPs of one step: three times those of the forward over the whole batch.
+def count_model_work(captured: CapturedModel, graph: fx.Graph) -> ModelWork:
+    """Count the model FLOPs of one sample: three times those of the forward.
 
     A backward counts twice its forward, whatever it recomputes; see
     :class:`fxpart.plan.throughput.Throughput` for the source. The graph is counted at the sizes of
-    the example and scaled to the plan's batch.
+    the example.
     """
-    rows = 0
-    for item in plan.model.inputs:
+    rows = 1
+    for item in captured.inputs:
         if item.batch_dim is not None:
             size = item.shape[item.batch_dim]
-            rows = size if isinstance(size, int) else captured.hints.get(size, 0)
+            rows = size if isinstance(size, int) else captured.hints.get(size, 1)
             break
     forward: dict[str, int] = defaultdict(int)
     for _, spec in _ops_at_example(graph):
         forward[floating_dtype((*spec.inputs, *spec.outputs))] += int(flops(spec))
-    share = plan.batch_size / rows if rows else float(plan.microbatches)
     dtype = max(forward, key=lambda name: forward[name], default="float32")
-    return ModelWork(3 * sum(forward.values()) * share, captured.hints, dtype)
+    return ModelWork(3 * sum(forward.values()) / max(rows, 1), dict(captured.hints), dtype)
 
 
 def kind_of(rule: ShardingRule | None) -> str:

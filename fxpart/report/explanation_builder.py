@@ -9,7 +9,7 @@ from fxpart.plan.model import Alternative, Plan, RankPrediction
 from fxpart.plan.number_ranges import format_numbers
 from fxpart.plan.prediction import IDLE, HostLoad, bottleneck, pace, step_parts
 from fxpart.plan.summary import describe_source, used
-from fxpart.plan.throughput import ModelWork, compute_throughput
+from fxpart.plan.throughput import compute_throughput
 from fxpart.planner.prediction.queue_simulation import (
     MAX_SIMULATED,
     compute_round_robin_seconds,
@@ -34,8 +34,8 @@ _TRIED = (0, 1, 2)  # staleness of all stages that the plan is compared with
 _NEAR = 0.999  # a stage above this share of the bottleneck's bound is as slow
 
 
-def explanation(plan: Plan, work: ModelWork | None = None) -> Explanation:
-    """Return the figures of a valid plan; ``work`` adds MFU and TFLOP/s per device."""
+def explanation(plan: Plan) -> Explanation:
+    """Return the figures of a valid plan."""
     step = plan.prediction.step_seconds
     rejected = tuple(_rejected(other, step) for other in plan.alternatives)
     changes = tuple(_rejected(other, step) for other in plan.changes)
@@ -50,7 +50,7 @@ def explanation(plan: Plan, work: ModelWork | None = None) -> Explanation:
         virtual=plan.virtual,
         microbatches=plan.microbatches,
         batch_size=plan.batch_size,
-        step=_step(plan, work),
+        step=_step(plan),
         bottleneck=_bottleneck(plan),
         fullest=_fullest(plan),
         binding=tuple(
@@ -92,7 +92,7 @@ def balance(plan: Plan) -> float:
     return max(times) / mean if mean else 1.0
 
 
-def _step(plan: Plan, work: ModelWork | None) -> StepFigures:
+def _step(plan: Plan) -> StepFigures:
     given, closed = plan.prediction, plan.prediction.step_seconds
     parts = step_parts(given.ranks, plan.microbatches, share_of_fill(plan), closed)
     return StepFigures(
@@ -103,7 +103,7 @@ def _step(plan: Plan, work: ModelWork | None) -> StepFigures:
         trial_run_seconds=given.rehearsed_seconds,
         corrected_seconds=given.corrected_seconds,
         closed_form_seconds=closed,
-        throughput=compute_throughput(plan, work),
+        throughput=compute_throughput(plan),
         bubble=given.bubble,
         parts=parts,
         shares={name: s / closed if closed else 0.0 for name, s in parts.named().items()},

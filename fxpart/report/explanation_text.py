@@ -14,7 +14,6 @@ from fxpart.plan.summary import (
     describe_schedule,
     throughput_rows,
 )
-from fxpart.plan.throughput import ModelWork
 from fxpart.report import sharding
 from fxpart.report.explanation import (
     AsynchronyFigures,
@@ -32,9 +31,9 @@ from fxpart.report.stage_tables import (
 from fxpart.report.table import shortened, table
 
 
-def explain(plan: Plan, work: ModelWork | None = None) -> str:
-    """Return about 40 lines and two for each stage; ``work`` adds MFU and TFLOP/s per device."""
-    found = explanation(plan, work)
+def explain(plan: Plan) -> str:
+    """Return about 40 lines and two for each stage."""
+    found = explanation(plan)
     parts = [
         _summary(plan, found),
         _stages(found),

@@ -9,7 +9,6 @@ from fxpart import units
 from fxpart.plan.model import Plan
 from fxpart.plan.number_ranges import format_numbers
 from fxpart.plan.summary import describe_schedule, layout, throughput_rows
-from fxpart.plan.throughput import ModelWork
 from fxpart.planner.prediction.plan_timeline import plan_timeline, runs_without_flushes
 from fxpart.report import comparison_text, sharding
 from fxpart.report.comparison import RecordingComparison
@@ -46,17 +45,16 @@ def report_html(
     plan: Plan,
     recording: MeasuredTimeline | None = None,
     comparison: RecordingComparison | None = None,
-    work: ModelWork | None = None,
 ) -> str:
     """Return the whole file as text of less than a megabyte.
 
     recording, comparison: measured steps of the plan, and the result of
-    :func:`fxpart.report.comparison_builder.compare`. work: adds MFU and TFLOP/s per device. A
+    :func:`fxpart.report.comparison_builder.compare`. A
     script in the file shows details of a block under the pointer, selects ranks and switches
     between light and dark; without scripts, blocks have short tooltips.
     """
     title = shortened(f"{plan.model.name} on {plan.cluster.name}", 120)
-    found = explanation(plan, work)
+    found = explanation(plan)
     body = "\n".join(
         (
             _head(plan), _cards(plan, found), _measured(plan, recording, comparison),

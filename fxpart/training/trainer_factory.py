@@ -132,7 +132,7 @@ def _make_trainer(
         update = None if made.is_asynchronous else copies.update
         made.guard = lambda: guard(update)
     made.activation_stages = lambda: build_activation_stages(program, mesh_ranks, copies)
-    made.row_figures = lambda: compute_row_figures(plan, program.work)
+    made.row_figures = lambda: compute_row_figures(plan)
     return _attach_plan(made, plan)
 
 

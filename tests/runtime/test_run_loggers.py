@@ -84,7 +84,9 @@ def test_fit_passes_figures_of_a_token_model() -> None:
     trainer.fit([batch] * 4, accumulate=2, callbacks=[seen.append])
     assert [each.rows for each in seen] == [16, 16] and [each.tokens for each in seen] == [192, 192]
     assert all(each.peak_memory > 1 << 20 for each in seen)
-    flops = program.work.flops * 2  # two batches per update
+    work = program.plan.model.work
+    assert work is not None
+    flops = work.flops * 16  # two batches per update
     peaks = sum(device.flops["float32"] for device in program.plan.cluster.devices)
     for each in seen:
         assert each.mfu == pytest.approx(flops / each.seconds / peaks, rel=1e-9)

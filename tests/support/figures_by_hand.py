@@ -21,6 +21,12 @@ def ranks_of(text: str) -> list[int]:
     return found
 
 
+def used_devices(raw: dict[str, Any]) -> list[int]:
+    """The device of each rank."""
+    world = sum(len(ranks_of(stage["ranks"])) for stage in raw["stages"])
+    return ranks_of(raw["devices"]) if raw["devices"] else list(range(world))
+
+
 def recomputed(raw: dict[str, Any]) -> dict[str, Any]:
     """The explanation from the plan's JSON alone."""
     m, prediction, stages = raw["microbatches"], raw["prediction"], raw["stages"]
@@ -116,21 +122,42 @@ def source(prediction: dict[str, Any]) -> str:
 
 
 def throughput(raw: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Samples/s, and tokens/s where the first input is [batch, sequence] of integers."""
-    rate = raw["batch_size"] / seconds
-    first = raw["model"]["inputs"][0] if raw["model"]["inputs"] else None
-    tokens = first is not None and first["dtype"] == "int64" and len(first["shape"]) == 2
-    length = first["shape"][1] if first and tokens else None
-    notes = ["MFU is not known: the plan file has no model FLOPs; `fxpart plan` and "
-             "print(program) compute them."] if tokens else []  # fmt: skip
-    if isinstance(length, str):
-        unknown = f"the sequence length of {first['name']} is the symbol {length}."
-        notes, length = [f"tokens/s is not known: {unknown}", *notes], None
-    return {
-        "samples_per_second": rate,
-        "tokens_per_second": None if length is None else rate * length,
-        "model_flops": None, "tflops_per_device": None, "mfu": None, "notes": notes,
+    """Samples/s; where the first input is [batch, sequence] of integers also tokens/s and MFU."""
+    rate, inputs, work = raw["batch_size"] / seconds, raw["model"]["inputs"], raw["model"]["work"]
+    found: dict[str, Any] = {
+        "samples_per_second": rate, "tokens_per_second": None,
+        "model_flops": None, "tflops_per_device": None, "mfu": None, "notes": [],
     }  # fmt: skip
+    if not inputs or inputs[0]["dtype"] != "int64" or len(inputs[0]["shape"]) != 2:
+        return found
+    length = inputs[0]["shape"][1]
+    if isinstance(length, str) and (work is None or length not in work["sizes"]):
+        unknown = f"the sequence length of {inputs[0]['name']} is the symbol {length}."
+        found["notes"].append(f"tokens/s is not known: {unknown}")
+    else:
+        found["tokens_per_second"] = rate * (
+            length if work is None else work["sizes"].get(length, length)
+        )
+    if work is None:
+        found["notes"].append(
+            "MFU is not known: an earlier version of fxpart made the plan; plan again to count the "
+            "model's FLOPs."
+        )
+        return found
+    flops = work["flops"] * raw["batch_size"]
+    devices = [raw["cluster"]["devices"][rank] for rank in used_devices(raw)]
+    peaks = [device["flops"].get(work["dtype"]) for device in devices]
+    found["model_flops"], found["tflops_per_device"] = flops, flops / seconds / len(devices) / 1e12
+    if all(peaks):
+        found["mfu"] = flops / seconds / sum(peaks)
+    else:
+        unknown = ", ".join(
+            sorted({d["model"] for d, peak in zip(devices, peaks, strict=True) if not peak})
+        )
+        found["notes"].append(
+            f"MFU is not known: {unknown} has no peak FLOP/s for {work['dtype']}."
+        )
+    return found
 
 
 def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
@@ -140,9 +167,7 @@ def row(entry: dict[str, Any], stage: dict[str, Any], raw: dict[str, Any]) -> di
     seconds = {f"{name}_seconds": entry[f"{name}_seconds"] for name in names}
     total = sum(entry["memory"][name] for name in MEMORY)
     spans = stage["pieces"] or [[stage["first"], stage["last"]]]
-    used = (
-        ranks_of(raw["devices"]) if raw["devices"] else list(range(len(raw["cluster"]["devices"])))
-    )
+    used = used_devices(raw)
     devices = [raw["cluster"]["devices"][used[rank]] for rank in ranks_of(entry["ranks"])]
     models = sorted({d["model"] for d in devices})
     one = devices[0]["name"] if len(devices) == 1 else f"{len(devices)} {'+'.join(models)}"

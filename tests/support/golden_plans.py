@@ -27,10 +27,11 @@ from fxpart.cluster.model import Cluster
 from fxpart.errors import FxpartError
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "plans"
-# What people read: why and over what a bound holds, labels, sources, advice.
+# What people read: why and over what a bound holds, labels, sources, advice, model FLOPs.
 TEXTS = {
     "why", "over", "label", "what", "provenance", "reason", "reasons", "version", "unfit_seconds",
     "blocks_text", "alternatives", "changes", "source",
+    "work",
 }  # fmt: skip
 DIGITS = 12
 

@@ -138,7 +138,7 @@ def test_what_has_no_effect_is_allowed() -> None:
 def test_a_look_is_cheap() -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(1000)))
     look = ModuleStructureGuard(list(model.named_modules()), ())
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(10):
         look()
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
