@@ -13,7 +13,6 @@ import sample_plans
 from fxpart.errors import FxpartError
 from fxpart.plan.migration import VERSION
 from fxpart.plan.model import Certificate, Plan, PlanSharding
-from fxpart.plan.migration import VERSION
 from fxpart.plan.model import PlanPlacement as placed
 from fxpart.report.explanation_text import explain
 from fxpart.report.html import report_html
