@@ -73,7 +73,7 @@ def build_joint_problem(
     """
     if not captured.symbolic:
         _refuse_fixed_degrees(captured, request)
-    allowed = space or make_trainable_space(captured, request.mode)
+    allowed = space or _fit_optimizer(make_trainable_space(captured, request.mode), request)
     if levels := list_fixed(request.constraints, "zero"):
         allowed = replace(allowed, zero=levels)  # also levels that another one dominates
     if ranks := list_fixed(request.constraints, CONTEXT_AXIS):
@@ -129,6 +129,22 @@ def _refuse_fixed_degrees(captured: CapturedModel, request: PlanRequest) -> None
                 fix=f'fix the whole mesh, such as mesh="{mesh}", or let the model take any number '
                 "of rows: len() of a tensor fixes its size, shape[0] does not",
             )
+
+
+def _fit_optimizer(space: SearchSpace, request: PlanRequest) -> SearchSpace:
+    """Return the space without what the optimizer cannot update in parts."""
+    parts = request.divisible
+    if not parts.whole:
+        return space
+    levels = {0, 3} if all(parts.dims.values()) else {0}
+    return replace(
+        space,
+        zero=tuple(level for level in space.zero if level in levels),
+        tensor=space.tensor
+        if any(parts.dims.values()) or list_fixed(request.constraints, "tp")
+        else (1,),
+        max_stages=1 if parts.apart else space.max_stages,
+    )
 
 
 def make_trainable_space(captured: CapturedModel, mode: str = "sync") -> SearchSpace:

@@ -161,7 +161,15 @@ def price_mesh(
         **options,
     )
     mesh = PricedMesh(
-        request, captured, graph, info, sharded, local, sharing, provenance, assignment
+        request,
+        captured,
+        graph,
+        info,
+        sharded,
+        local,
+        sharing,
+        provenance | request.divisible.describe(),
+        assignment,
     )
     return mesh, apply_constraints(problem, request, assignment.starts)
 

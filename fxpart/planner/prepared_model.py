@@ -25,6 +25,7 @@ from fxpart.codegen.mesh_programs.row_dependence import (
 )
 from fxpart.compat.optimizer_choice import choose
 from fxpart.compat.optimizer_parameters import name_optimizer_parameters
+from fxpart.compat.optimizer_parts import find_optimizer_parts
 from fxpart.compiler import BLOCKS_KEY, PassManager
 from fxpart.compiler.autocast_region import DEVICES_KEY
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
@@ -46,6 +47,7 @@ from fxpart.planner.request import (
     make_request,
 )
 from fxpart.planner.sharding_decision import ShardingCache, find_annotations
+from fxpart.pricing.weights import trained_names
 from fxpart.verification import ConstantGuard, check_module, check_option, refuse_gradient_hooks
 
 
@@ -140,9 +142,10 @@ def prepare_model(
             checked = _as_on_module_device(captured, graph, granularity)
             return check_module(model, loss, captured, checked, seed=request.seed, check=check)
 
-    return PreparedModel(
-        with_model_profile(request, info), captured, graph, info, annotations, compare
-    )
+    request = with_model_profile(request, info)
+    if plan is None:
+        request = with_optimizer_parts(request, captured)
+    return PreparedModel(request, captured, graph, info, annotations, compare)
 
 
 def _check_loss_gradient(captured: CapturedModel, graph: fx.GraphModule) -> None:
@@ -161,6 +164,30 @@ def _check_loss_gradient(captured: CapturedModel, graph: fx.GraphModule) -> None
 def with_model_profile(request: PlanRequest, info: PlanModel) -> PlanRequest:
     """Return the request with the profile's data about this model."""
     return replace(request, cost_model=request.cost_model.for_model(info.fingerprint))
+
+
+def with_optimizer_parts(request: PlanRequest, captured: CapturedModel) -> PlanRequest:
+    """Return the request with how its optimizer allows to divide the model's parameters.
+
+    Raises FXP115 for several stages where its parameters depend on each other.
+    """
+    if not captured.training:
+        return request
+    tensors = {name: captured.state[name] for name in sorted(trained_names(captured))}
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    found = find_optimizer_parts(request.optimizer, shapes)
+    if not found.apart:
+        return replace(request, divisible=found)
+    if request.stages[0] > 1:
+        raise error(
+            "FXP115",
+            where=f"optimizer {found.apart}",
+            why="the update of a parameter depends on other parameters, so that all must be on one "
+            f"stage, but the constraints require {request.stages[0]} stages",
+            fix='use constraints={"stages": 1}, or an optimizer that updates each parameter '
+            "independently",
+        )
+    return replace(request, divisible=found, stages=(1, 1))
 
 
 def describe_request(front: PreparedModel, microbatches: int | None) -> str:

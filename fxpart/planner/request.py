@@ -9,6 +9,7 @@ from typing import Any
 
 from fxpart import costmodels
 from fxpart.cluster.model import Cluster
+from fxpart.compat.optimizer_parts import ANY_PARTS, OptimizerParts
 from fxpart.costs import CostModel
 from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem, error
@@ -41,6 +42,7 @@ class PlanRequest:
     a profile is read once, here. stages: smallest and largest number. ranks: of the whole program,
     None lets the planner choose. open: whether the planner searches for the mesh. penalty: of
     staleness, by which the mode "auto" compares times to a target loss; None: step times.
+    divisible: how the optimizer allows to divide parameters.
     """
 
     cluster: Cluster
@@ -56,6 +58,7 @@ class PlanRequest:
     ranks: int | None = None
     open: bool = False
     penalty: StalenessPenalty | None = None
+    divisible: OptimizerParts = ANY_PARTS
 
     @property
     def precision(self) -> str:
@@ -164,6 +167,8 @@ def with_mesh(
     allowed = find_allowed_bounds(request.constraints, most, problems)
     if problems:
         raise FxpartError(problems)
+    if request.divisible.apart:
+        allowed = (1, 1)
     return replace(
         request,
         mesh=parsed,

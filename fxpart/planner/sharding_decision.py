@@ -22,7 +22,7 @@ from fxpart.compiler.effects import list_written_nodes, state_written, view_chai
 from fxpart.compiler.graph_edit import annotate
 from fxpart.compiler.node_annotation import NodeSharding
 from fxpart.compiler.tensor_sizes import tensors
-from fxpart.errors import FxpartError, Problem
+from fxpart.errors import FxpartError, Problem, error
 from fxpart.passes import all_passes
 from fxpart.passes.rules import layout, operands, rule_of
 from fxpart.plan.constraint_table import DATA_AXES, DATA_AXIS
@@ -167,7 +167,34 @@ def _finish(whole: fx.GraphModule, captured: CapturedModel, request: PlanRequest
     _follow_writers(whole)
     if request.zero == 3:
         _store_in_parts(whole, captured, request)
+    _check_optimizer(whole, captured, request)
     return ShardedGraph(whole, captured, request.zero, request.zero_axis)
+
+
+def _check_optimizer(graph: fx.GraphModule, captured: CapturedModel, request: PlanRequest) -> None:
+    """Raise FXP109 if ranks would update parts of a parameter that is only updated whole."""
+    parts, mesh = request.divisible, request.mesh
+    zero = parse_axes(request.zero_axis) if request.zero else ()
+    cut: dict[str, list[str]] = {}
+    for node in graph.graph.find_nodes(op="get_attr"):
+        name, known = str(node.target), sharding(node)
+        if name not in parts.whole or known is None:
+            continue
+        pairs = [*zip(mesh.names, known.results[0], strict=True)]
+        dims = [placed.dim for _, placed in pairs if isinstance(placed, Shard)]
+        free = [axis for axis, p in pairs if axis in zero and not isinstance(p, Shard)]
+        if mesh.count(*free) > 1 or not all(parts.may_shard(name, dim) for dim in dims):
+            cut.setdefault(parts.whole[name], []).append(name)
+    for kind, names in cut.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise error(
+            "FXP109",
+            where=f"optimizer {kind}, mesh {mesh}" + (f", zero={request.zero}" * bool(zero)),
+            why=f"each rank updates only a part of {names[0]}{more}, and a part is updated "
+            "differently from the whole",
+            fix="shard neither these parameters nor the optimizer state, or use an optimizer that "
+            "updates each element independently",
+        )
 
 
 def _follow_writers(graph: fx.GraphModule) -> None:
@@ -246,6 +273,7 @@ def _select_placements(
         time_limit=float(request.constraints.get("time_limit", 30.0)),
         recompute="full" in allowed_recompute(request.constraints),
         zero=(request.zero, axes),
+        divisible=request.divisible,
     )
     status = proof.status
     assert status in ("optimal", "within gap", "best found"), status
@@ -309,15 +337,18 @@ def _store_in_parts(graph: fx.GraphModule, captured: CapturedModel, request: Pla
         if at < len(known.origins) and is_annotated(known.origins[at]):
             continue
         placed, shape = known.results[0], tuple(node.meta["val"].shape)
-        dim = _dim_to_cut(shape, placed, parts)
+        allowed = [d for d in range(len(shape)) if request.divisible.may_shard(str(node.target), d)]
+        dim = _dim_to_cut(shape, placed, parts, allowed)
         if dim is not None:
             now = (*placed[:at], Shard(dim), *placed[at + 1 :])
             place(node, now, {at: make_annotation_origin("zero=3")})
 
 
-def _dim_to_cut(shape: tuple[int, ...], placed: Placements, parts: int) -> int | None:
+def _dim_to_cut(
+    shape: tuple[int, ...], placed: Placements, parts: int, allowed: Sequence[int]
+) -> int | None:
     cut = {p.dim for p in placed if isinstance(p, Shard)}
-    free = [dim for dim in range(len(shape)) if dim not in cut]
+    free = [dim for dim in allowed if dim not in cut]
     even = [dim for dim in free if shape[dim] % parts == 0 and shape[dim]]
     if even:
         return even[0]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from fxpart.compat.optimizer_parts import ANY_PARTS, OptimizerParts
 from fxpart.compiler.work_estimate import is_heavy
 from fxpart.errors import error
 from fxpart.passes.rules import operands
@@ -34,7 +35,10 @@ class _PlacementNodeCosts:
 
 @dataclass
 class PlacementProblemBuilder:
-    """Builds one problem. state: costs by the name of the state. zero: ZeRO level, and its axes."""
+    """Builds one problem. state: costs by the name of the state. zero: ZeRO level, and its axes.
+
+    divisible: how the optimizer allows to divide parameters.
+    """
 
     mesh: Mesh
     flow: GraphDataflow
@@ -47,6 +51,7 @@ class PlacementProblemBuilder:
     bandwidth: float
     launch: float
     zero: tuple[int, tuple[int, ...]] = (0, ())
+    divisible: OptimizerParts = ANY_PARTS
     only: Mapping[str, Strategy] = field(default_factory=dict)
     nodes: list[_PlacementNodeCosts] = field(default_factory=list)
     ops: dict[fx.Node, SolverNode] = field(default_factory=dict)
@@ -169,6 +174,8 @@ class PlacementProblemBuilder:
         state = self.state.get(str(node.target)) if node.op == "get_attr" else None
         trained = state is not None and state.gradient
         ports = self._domains.of_source(value, fixed, trained=trained)
+        if trained and str(node.target) in self.divisible.whole:
+            ports = tuple(port for port in ports if self._is_divisible(node, port[0], fixed))
         size = self._domains.bytes(value)
         standing, seconds = [], []
         for place, gradient in ports:
@@ -187,6 +194,14 @@ class PlacementProblemBuilder:
         placed = SolverNode(self._add(node.name, seconds, standing), ports)
         self.sources[node] = placed
         self.givers[value] = (placed, 0)
+
+    def _is_divisible(self, node: fx.Node, place: Placements, fixed: Placements | None) -> bool:
+        """Return whether the optimizer allows the placements that are not decided."""
+        return all(
+            self.divisible.may_shard(str(node.target), one.dim)
+            for axis, one in enumerate(place)
+            if isinstance(one, Shard) and (fixed is None or fixed[axis] is None)
+        )
 
     def _resident(self, state: StateCosts, place: Placements) -> float:
         """Return bytes per byte of state: ZeRO shards what its axes do not shard already."""

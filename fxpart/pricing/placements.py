@@ -18,6 +18,7 @@ from torch import fx
 
 from fxpart import costmodels
 from fxpart.compat.optimizer_choice import choose, state_bytes
+from fxpart.compat.optimizer_parts import ANY_PARTS, OptimizerParts
 from fxpart.compiler import BLOCKS_KEY, MESH_KEY
 from fxpart.costmodels.efficiency import update_bandwidth
 from fxpart.errors import error
@@ -107,6 +108,7 @@ def choose_placements(
     only: Mapping[str, Strategy] | None = None,
     recompute: bool = False,
     zero: tuple[int, tuple[int, ...]] = (0, ()),
+    divisible: OptimizerParts = ANY_PARTS,
 ) -> tuple[StrategyAssignment, PlacementCertificate]:
     """Select a placement along every undecided axis of a graph.
 
@@ -116,8 +118,9 @@ def choose_placements(
     graph: the budget is multiplied by it. budget: bytes of a device, by default the smallest memory
     in the cluster, less a reserve. only: strategies of single ops, by node name. recompute:
     where nothing fits otherwise, stages recompute what only one block uses; the graph then has
-    blocks. zero: the ZeRO level, which shards state over axes of the mesh, and these. Raises
-    FXP204 where nothing fits the budget, FXP205 where nothing was found in time, FXP403.
+    blocks. zero: the ZeRO level, which shards state over axes of the mesh, and these.
+    divisible: how the optimizer allows to divide parameters. Raises FXP204 where nothing fits the
+    budget, FXP205 where nothing was found in time, FXP403.
     """
     started = time.process_time()
     budget_ = _budget(cluster, budget) * stages
@@ -128,7 +131,7 @@ def choose_placements(
         built = build(
             graph, captured, cluster, mesh=mesh, cost_model=cost_model, batch_size=batch_size,
             microbatches=microbatches, optimizer=optimizer, in_flight=in_flight, inside=inside,
-            budget=budget_, only=only, zero=zero,
+            budget=budget_, only=only, zero=zero, divisible=divisible,
         )  # fmt: skip
         made = time.process_time()
         solution, free = _solve(built, time_limit, solver)
@@ -173,6 +176,7 @@ def build(
     budget: float | None = None,
     only: Mapping[str, Strategy] | None = None,
     zero: tuple[int, tuple[int, ...]] = (0, ()),
+    divisible: OptimizerParts = ANY_PARTS,
 ) -> PlacementMapping:
     """Return the placement problem of a graph, as :func:`choose_placements` solves it.
 
@@ -215,6 +219,7 @@ def build(
         bandwidth=update_bandwidth(device),
         launch=device.launch,
         zero=zero,
+        divisible=divisible,
         only=only or {},
     )
     return builder.build(_budget(cluster, budget))

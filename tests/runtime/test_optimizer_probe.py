@@ -288,8 +288,8 @@ def test_number_by_number_is_accepted_everywhere(make: Any) -> None:
 
 def test_it_is_cheap() -> None:
     """Generously: tens of milliseconds on an idle machine."""
+    from fxpart.compat.optimizer_trial import ParameterSplit
     from fxpart.runtime.optimizer.division_check import OptimizerDivision, check_division
-    from fxpart.runtime.optimizer.optimizer_trial import ParameterSplit
 
     model = nn.TransformerEncoderLayer(512, 8, 2048)
     optimizer = ELEMENTWISE[2](model.parameters())

@@ -73,6 +73,8 @@ def explain_equal_stages(request: PlanRequest) -> str | None:
         return "copies=none is requested"
     if request.mode != "sync":
         return f"the mode is {request.mode}"
+    if request.divisible.apart:
+        return f"{request.divisible.apart} updates parameters that depend on each other"
     others = [one for one in constraints if not _is_satisfiable(one, (*_SATISFIABLE, *more))]
     if others:
         texts = ", ".join(str(one).removeprefix("fix ") for one in others)

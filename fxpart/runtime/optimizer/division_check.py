@@ -9,17 +9,15 @@ import torch
 
 from fxpart.compat import has_step_hooks, optimizer_over
 from fxpart.compat.multi_optimizer import MultiOptimizer
+from fxpart.compat.optimizer_parts import ELEMENTWISE, is_elementwise
+from fxpart.compat.optimizer_trial import MAX_PARTS, Members, ParameterSplit, find_difference
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
-from fxpart.runtime.optimizer.optimizer_trial import Members, ParameterSplit, find_difference
 from fxpart.runtime.optimizer.user_optimizer import needs_closure
 from fxpart.runtime.state.model_state import ModelState
-
-# Each element of a parameter is updated from only its own gradient and state.
-ELEMENTWISE = (
-    "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD",
-    "Rprop", "SparseAdam",
-)  # fmt: skip
+from fxpart.runtime.state.shard_layout import ShardLayout
+from fxpart.sharding import Shard
+from fxpart.sharding.mesh import parse_axes
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,6 @@ class OptimizerDivision:
     between: bool
     copies: bool
     cut: dict[str, ParameterSplit]
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the class is known as element-wise or has ``elementwise = True``."""
-    kind = type(optimizer)
-    if getattr(kind, "elementwise", False):
-        return True
-    return any(kind is getattr(torch.optim, name, None) for name in ELEMENTWISE)
 
 
 def check_division(
@@ -131,8 +121,18 @@ def get_optimizer_division(
     return OptimizerDivision(
         between=any(names != every for names in owners.values()),
         copies=not by_stage and sum(bool(owners.get(rank)) for rank in state.transport.local) > 1,
-        cut={name: ParameterSplit.of(shards.pieces(name)) for name in shards.cut()},
+        cut={name: _split_as(shards.pieces(name)) for name in shards.cut()},
     )
+
+
+def _split_as(pieces: ShardLayout) -> ParameterSplit:
+    """Return the split of a parameter over mesh ranks, with a limited number of parts."""
+    dims: dict[int, int] = {}
+    for size, placement in zip(pieces.mesh.shape, pieces.placements, strict=False):
+        if isinstance(placement, Shard) and size > 1:
+            dims[placement.dim] = min(dims.get(placement.dim, 1) * size, MAX_PARTS)
+    ranges = pieces.mesh.count(*parse_axes(pieces.flat))
+    return ParameterSplit(min(ranges, MAX_PARTS), tuple(sorted(dims.items())))
 
 
 def _make_parts_error(kind: str, cut: list[str], why: str) -> FxpartError:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from optimizers_stepped import bits, give_gradients, parameters, same_bits
 
+from fxpart.compat.optimizer_parts import is_elementwise
 from fxpart.errors import FxpartError
-from fxpart.runtime.optimizer.division_check import is_elementwise
 from fxpart.runtime.weight_prediction import PipeMareCorrection, SpikeCompensatedSGD
 
 

@@ -18,10 +18,7 @@ from typing import Any
 
 import torch
 
-from fxpart.compat import optimizer_over
-from fxpart.runtime.state.shard_layout import ShardLayout
-from fxpart.sharding import Shard
-from fxpart.sharding.mesh import parse_axes
+from fxpart.compat.optimizers import optimizer_over
 
 # By group: pairs of a real parameter and a small one.
 Members = list[list[tuple[torch.Tensor, torch.Tensor]]]
@@ -32,7 +29,7 @@ _LARGEST = (144, 130)
 _OTHER = 2  # Size of a further dim.
 _MANY = 20_000  # Above this number of elements, fewer tensors are used.
 _SHAPES = 3  # Shapes per otherwise equal parameters.
-_PARTS = 4  # Per dim.
+MAX_PARTS = 4  # Per dim.
 _UNEVEN = 30.0  # Factor of one part's gradients.
 # Scales of the gradients of each step. Tensors that start at zero may show a difference only in the
 # first.
@@ -41,6 +38,7 @@ _EARLY = (3e-5, 1e-3, 0.03, 1.0, 30.0, 3e-5, 0.3, 1e-3, 3.0, 0.03, 1.0, 30.0)
 _LATE = (1.0, 0.03, 1e-3, 1.0)
 _AHEAD = 998 - len(_EARLY)  # Number of steps to skip before the late ones.
 _RATE = 1e-2  # Learning rate if a warm-up starts at zero.
+NOT_STEPPED = "its step on small tensors fails"
 _SEED = 20_261
 _SHIFT = 1021  # Maximum offset between the random numbers of different tensors and steps.
 
@@ -51,16 +49,6 @@ class ParameterSplit:
 
     flat: int = 1
     dims: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of(cls, pieces: ShardLayout) -> ParameterSplit:
-        """Return the split of a parameter over mesh ranks, with a limited number of parts."""
-        dims: dict[int, int] = {}
-        for size, placement in zip(pieces.mesh.shape, pieces.placements, strict=False):
-            if isinstance(placement, Shard) and size > 1:
-                dims[placement.dim] = min(dims.get(placement.dim, 1) * size, _PARTS)
-        ranges = pieces.mesh.count(*parse_axes(pieces.flat))
-        return cls(min(ranges, _PARTS), tuple(sorted(dims.items())))
 
     def __call__(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of a contiguous tensor, as views."""
@@ -90,7 +78,7 @@ def find_difference(
                 first = _compare(optimizer, starts, _FIRST, (), ahead)
                 return first or _compare(optimizer, starts, _EARLY, _LATE, ahead)
             except _UndividedOptimizerError as cause:
-                failed = f"its step on small tensors fails: {cause}"
+                failed = f"{NOT_STEPPED}: {cause}"
     return failed
 
 
@@ -115,7 +103,7 @@ class _TrialParameters:
             self.groups.append([])
             for p in group:
                 # Half of them start at zero, as biases do; without splits, each part needs some.
-                copies = 2 if cut is not None or math.prod(_shrink_shape(p.shape)) > _MANY else 4
+                copies = 2 if cut is not None or math.prod(shrink_shape(p.shape)) > _MANY else 4
                 self.groups[-1] += [
                     (p, _make_small(p, make, dtypes) * (n < copies // 2)) for n in range(copies)
                 ]
@@ -293,7 +281,7 @@ def _select_parameters(
             name = names.get(id(p))
             if name is not None and p.numel() and (cut is None or name in cut):
                 kind = (p.dim(), p.dtype, None if cut is None else cut[name])
-                kinds.setdefault(kind, {}).setdefault(_shrink_shape(p.shape), p)
+                kinds.setdefault(kind, {}).setdefault(shrink_shape(p.shape), p)
         most = 1 if cut is None else _SHAPES
         found.append([p for shapes in kinds.values() for p in _select_shapes(shapes, most)])
     return found
@@ -308,7 +296,7 @@ def _select_shapes(shapes: Mapping[tuple[int, ...], torch.Tensor], most: int) ->
     return [shapes[shape] for shape in list(kept)[:most]]
 
 
-def _shrink_shape(shape: Sequence[int]) -> tuple[int, ...]:
+def shrink_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return a shape with as many dims, reduced to a size that is fast to step."""
     largest = sorted(range(len(shape)), key=lambda d: -shape[d])[:2]
     most = dict(zip(largest, _LARGEST, strict=False))
@@ -321,7 +309,7 @@ def _make_small(
     like: torch.Tensor, make: torch.Generator, dtypes: Mapping[torch.dtype, torch.dtype]
 ) -> torch.Tensor:
     """Return a tensor with as many dims on the same device."""
-    made = torch.randn(_shrink_shape(like.shape), generator=make, dtype=torch.float32)
+    made = torch.randn(shrink_shape(like.shape), generator=make, dtype=torch.float32)
     return made.to(like.device, dtypes.get(like.dtype, like.dtype))
 
 
