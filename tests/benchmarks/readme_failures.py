@@ -36,6 +36,24 @@ def _kills(figures: Mapping[str, Any]) -> Row:
     )
 
 
+def _starts(figures: Mapping[str, Any]) -> Row:
+    kinds = ", ".join(kind for kind, count in figures["trained"].items() if count)
+    return (
+        f"2 to 4 processes start one run together ({kinds})",
+        f"{figures['rounds']} rounds with {figures['starters']} starters: exactly one trained in"
+        f" each, the others ended with FXP521; differences from the run started alone:"
+        f" {len(figures['faults']) or 'none'}",
+    )
+
+
+def _launcher_kills(figures: Mapping[str, Any]) -> Row:
+    return (
+        "`kill -9` of the launcher, its shell, a rank, or all; synchronous, asynchronous, queues",
+        f"{figures['kills']} kills in {figures['runs']} runs; differences from the undisturbed"
+        f" run: {len(figures['faults']) or 'none'}",
+    )
+
+
 def _restarts(figures: Mapping[str, Any]) -> Row:
     kinds, count = figures["kinds"], sum(row["restarts"] for row in figures["kinds"].values())
     slowest = max(row["slowest"] for row in kinds.values())
@@ -113,6 +131,8 @@ def _fuzz(figures: Mapping[str, Any]) -> Row:
 
 ROWS: dict[str, Callable[[Mapping[str, Any]], Row]] = {
     "kills": _kills,
+    "launcher_kills": _launcher_kills,
+    "starts": _starts,
     "restarts": _restarts,
     "recovery": _recovery,
     "saving": _saving,

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from record import RESULTS, parser, read, write
+from record import parser, resumed, write
 
 _ROUNDS = 5  # of one run
 
@@ -31,9 +31,8 @@ def main() -> None:
     options.dry |= options.json
     import started_together
 
-    figures = {"rounds": 0, "starters": 0, "runs": 0, "trained": {}, "faults": []}
-    if options.resume and (RESULTS / "starts.json").exists():
-        figures = read("starts")["figures"]
+    empty = {"rounds": 0, "starters": 0, "runs": 0, "trained": {}, "faults": []}
+    figures = resumed("starts", options, empty)
     while figures["rounds"] < options.rounds and not figures["faults"]:
         count, seed = min(_ROUNDS, options.rounds - figures["rounds"]), options.seed
         with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from fxpart.checkpoint.manifest import FINITE
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.signature import SigningKey
 from fxpart.checkpoint.value_codec import from_json_value, to_json_value
-from fxpart.diagnostics.exception_text import get_exception_text
+from fxpart.diagnostics.exception_text import describe_exception
 from fxpart.diagnostics.rank_event import LEFT
 from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem
@@ -375,7 +375,7 @@ class RunSession:
 
         if not self.generation or (isinstance(cause, FxpartError) and cause.code == "FXP521"):
             return  # nothing was begun, or the run belongs to another process now
-        line = next(iter(get_exception_text(cause).splitlines()), "")
+        line = describe_exception(cause).splitlines()[0]
         if isinstance(cause, FxpartError):
             first = cause.problems[0]
             line = f"{first.code} {first.where}: {first.why}"
@@ -385,7 +385,7 @@ class RunSession:
             generation=self.generation, events=self._fit.trainer.events,
         )  # fmt: skip
         if self._journal is not None:
-            text = f"rank {rank}: {line or type(cause).__name__}"
+            text = f"rank {rank}: {line}"
             with contextlib.suppress(FxpartError):  # do not hide the failure that ends the run
                 self._journal.end(
                     self.generation, step=self._fit.step, how=generations.FAILED, why=text

@@ -13,6 +13,9 @@ from fxpart.runtime.training_run.generations import (
     check_restart_progress,
     load_generations,
 )
+from fxpart.runtime.training_run.ledger import LedgerGeneration
+from fxpart.runtime.training_run.options import Checkpoints
+from fxpart.runtime.training_run.run_journal import RunJournal
 
 # Each generation: (its checkpoint, the farthest step before it, how it ended or "").
 Made = tuple[int, int, str]
@@ -57,6 +60,18 @@ def test_three_restarts_without_a_step(
         assert found.code == "FXP517" and f"generation {len(made) + 1}" in str(found)
         how = "rank 1: FXP504 x" if made[0][2] == FAILED else "killed (at least rank 0)"
         assert f"restarts since step {step}" in str(found) and how in str(found)
+
+
+@pytest.mark.parametrize("lost", ["generations.jsonl", "steps.jsonl"])
+def test_a_number_is_not_used_again(lost: str, tmp_path: Path) -> None:
+    """Also where one of the files that have it was removed."""
+    for number in (1, 2):
+        journal = RunJournal(Checkpoints(tmp_path))
+        assert journal.begin_generation(-1, world=1, plan="").generation == number
+        begin = LedgerGeneration(generation=number, after=0, world=1, same="")
+        journal.begin_ledger(begin, "")
+        journal.close()
+        (tmp_path / lost).unlink()
 
 
 def test_a_line_that_was_cut_at_any_byte(tmp_path: Path) -> None:
