@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from launcher_kills import differences
-from ranks import python_path
+from ranks import die_with_parent, python_path
 
 from fxpart.checkpoint.run_directory import RunDir
 from fxpart.errors import FxpartError
@@ -182,6 +182,7 @@ class _Starter:
         self._process = subprocess.Popen(
             [*python, *words], stdout=self._output, stderr=subprocess.STDOUT,
             env={**os.environ, **more, "PYTHONPATH": python_path(SUPPORT)}, start_new_session=True,
+            preexec_fn=die_with_parent,
         )  # fmt: skip
 
     @property
