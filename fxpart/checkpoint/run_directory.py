@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,4 +66,6 @@ class RunDir:
 def make_unwritable_error(path: Path, cause: OSError) -> FxpartError:
     """Return FXP603 for a file or folder of a run that cannot be written."""
     why, fix = cause.strerror or str(cause), "free disk space, or use a writable folder"
+    if cause.errno in (errno.EEXIST, errno.ENOTDIR):
+        why, fix = "it is a file or a broken link, not a folder", "remove it, or use another folder"
     return error("FXP603", where=str(path), why=why, fix=fix)

@@ -7,6 +7,7 @@ import traceback
 from functools import cache
 from pathlib import Path
 
+_MOST_CHARS = 20_000
 _ROOT = Path(__file__).resolve().parents[1]
 _BESIDE = ("passes", "costmodels")  # installed in the package, beside it in the repository
 
@@ -17,10 +18,24 @@ def describe_exception(cause: BaseException) -> str:
     The place is the innermost line of the traceback outside of fxpart and installed packages;
     without one, it is omitted.
     """
-    text = str(cause)
+    text = get_exception_text(cause)
     described = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
     place = find_user_line(cause)
     return f"{described} ({place})" if place else described
+
+
+def get_exception_text(cause: BaseException) -> str:
+    """Return the text of an exception of any class; truncated if long.
+
+    Characters without UTF-8 are escaped.
+    """
+    try:
+        text = str(cause)
+    except Exception as other:
+        text = f"its text is not available: {type(other).__name__} in __str__"
+    if len(text) > _MOST_CHARS:
+        text = f"{text[:_MOST_CHARS]}... ({len(text)} characters)"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def find_user_line(cause: BaseException) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from fxpart.diagnostics.exception_text import get_exception_text
 from fxpart.diagnostics.failure_attribution import attribute_failure
 from fxpart.diagnostics.flight_recorder import FlightRecorder, unreadable
 from fxpart.diagnostics.rank_event import NO_RANK
@@ -129,7 +130,7 @@ def _make_problems(cause: BaseException) -> tuple[ProblemRecord, ...]:
         return tuple(
             ProblemRecord(p.code, _clean(p.where), _clean(p.why), _clean(p.fix)) for p in given
         )
-    return (ProblemRecord("", "", _clean(f"{type(cause).__name__}: {cause}")),)
+    return (ProblemRecord("", "", _clean(f"{type(cause).__name__}: {get_exception_text(cause)}")),)
 
 
 def _format_trace(cause: BaseException) -> tuple[str, ...]:

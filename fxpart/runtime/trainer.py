@@ -221,7 +221,7 @@ class Trainer(Inference):
         between two updates; an asynchronous pipeline is flushed. FXP513 on every rank if it cannot
         be written, or the step already exists. sign: a file with a secret key, which signs it.
         """
-        from fxpart.runtime.checkpointing.saver import save_once
+        from fxpart.runtime.checkpointing.single_save import save_once
 
         return save_once(self, Path(folder), dict(extra or {}), sign)
 

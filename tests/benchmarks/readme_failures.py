@@ -28,11 +28,26 @@ def _kills(figures: Mapping[str, Any]) -> Row:
     faults = len(figures["faults"])
     runs = sum(row["runs"] for row in figures["cases"].values())
     return (
-        "random `kill -9` of one or two ranks, also rank 0, while they start, load, step and save;"
+        "random `kill -9` of one or two ranks while they start, load, step and save;"
         " pipelines of 4 and of 2 x 2, synchronous and asynchronous",
         f"{figures['kills']} kills in {runs} runs; differences from the undisturbed run:"
-        f" {faults or 'none'}; {figures['seconds_per_kill']:.0f} s per kill, with the start of four"
-        " processes",
+        f" {faults or 'none'}; {figures['seconds_per_kill']:.0f} s per kill",
+    )
+
+
+def _starts(figures: Mapping[str, Any]) -> Row:
+    faults = len(figures["faults"])
+    return (
+        "several processes start one run at once",
+        f"{figures['rounds']} rounds: exactly one trains; faults: {faults or 'none'}",
+    )
+
+
+def _launcher_kills(figures: Mapping[str, Any]) -> Row:
+    return (
+        "`kill -9` of the launcher, its shell, a rank, or all; synchronous, asynchronous, queues",
+        f"{figures['kills']} kills in {figures['runs']} runs; differences from the undisturbed"
+        f" run: {len(figures['faults']) or 'none'}",
     )
 
 
@@ -68,17 +83,17 @@ def _saving_killed(figures: Mapping[str, Any]) -> Row:
     return (
         "`kill -9` of a process that saves continuously",
         f"the newest checkpoint is complete {figures['newest_loaded']} of {figures['kills']} times;"
-        f" {figures['killed_within_a_save']} kills happened during a save",
+        f" {figures['killed_within_a_save']} kills during a save",
     )
 
 
 def _elastic(figures: Mapping[str, Any]) -> Row:
     apart = figures["largest_loss_difference"]
     return (
-        f"4, 3, 2, 4 ranks, {figures['changes']} changes in one run",
+        f"4, 3, 2, 4 ranks, {figures['changes']} changes",
         f"{figures['tensors_that_differ'] or 'none'} of {figures['tensors_compared']} tensors"
         f" differs in any bit; losses within {apart:.0e} of one process; a new plan takes at most"
-        f" {figures['plan_seconds_most']:.2f} s (made in advance), a whole change"
+        f" {figures['plan_seconds_most']:.2f} s, a whole change"
         f" {figures['change_seconds_median']:.0f} s",
     )
 
@@ -113,6 +128,8 @@ def _fuzz(figures: Mapping[str, Any]) -> Row:
 
 ROWS: dict[str, Callable[[Mapping[str, Any]], Row]] = {
     "kills": _kills,
+    "launcher_kills": _launcher_kills,
+    "starts": _starts,
     "restarts": _restarts,
     "recovery": _recovery,
     "saving": _saving,

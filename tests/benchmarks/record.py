@@ -52,6 +52,13 @@ def write(name: str, figures: Any, options: argparse.Namespace) -> None:
         (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 
+def resumed(name: str, options: argparse.Namespace, empty: dict[str, Any]) -> dict[str, Any]:
+    """The figures to add to: those that were kept if ``options.resume``, else the empty ones."""
+    kept = options.resume and (RESULTS / f"{name}.json").exists()
+    found: dict[str, Any] = read(name)["figures"] if kept else empty
+    return found
+
+
 def read(name: str) -> dict[str, Any]:
     """What ``write`` kept."""
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))

@@ -18,6 +18,13 @@ from fxpart.runtime.transport.agreement import agree
 from fxpart.runtime.transport.in_process import InProcess
 
 
+class Unprintable(Exception):
+    """Its text is an error, too."""
+
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
 def caught(do: Callable[[], object]) -> BaseException:
     try:
         do()
@@ -41,6 +48,8 @@ LINE = fail.__code__.co_firstlineno + 2
     [
         (ValueError, ("bad row",), "ValueError: bad row"), (SystemExit, (3,), "SystemExit: 3"),
         (KeyboardInterrupt, (), "KeyboardInterrupt"), (StopIteration, ("x",), "StopIteration: x"),
+        (ValueError, ("a file \udcff",), "ValueError: a file \\udcff"),
+        (Unprintable, (), "Unprintable: its text is not available: KeyError in __str__"),
     ],
 )  # fmt: skip
 def test_the_users_line(kind: type[BaseException], given: tuple[object, ...], text: str) -> None:

@@ -59,7 +59,8 @@ def test_what_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
         def __str__(self) -> str:
             raise RuntimeError("no words")
 
-    assert not record_failure(tmp_path / "f.json", Bad(), rank=0)
+    assert record_failure(tmp_path / "f.json", Bad(), rank=0)
+    assert "RuntimeError in __str__" in read_failure(tmp_path / "f.json").problems[0].why
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,29 @@ def go(
         made.close()
 
 
+def go_by_paths(paths: list[str], name: str, inside: str) -> tuple[int, str, bool]:
+    """As :func:`go`, with a path of the run's folder for each rank, also a relative one in
+    ``inside``; then save a checkpoint there and load it. Steps, why it ended, whether it is saved.
+    """
+    seed()
+    made = trainer(name, False)
+    before = Path.cwd()
+    os.chdir(inside)
+    folder = Path(paths[made.rank])
+    leave = Callback()
+    leave.on_step = lambda info: os.chdir(before)  # type: ignore[method-assign]
+    try:
+        done = made.fit(
+            loader(), callbacks=[leave], checkpoints=Checkpoints(folder, every=EVERY), steps=4
+        )
+        os.chdir(inside)
+        made.load_checkpoint(made.save_checkpoint(folder / "own"))
+        return done.steps, done.why, bool(done.saved)
+    finally:
+        os.chdir(before)
+        made.close()
+
+
 def by_hand(name: str, drains: set[int]) -> tuple[list[float], Bits]:
     """An asynchronous run in a plain loop, which is drained after these steps; losses, state."""
     seed()

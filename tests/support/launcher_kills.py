@@ -29,7 +29,7 @@ PLANS: dict[str, tuple[str, ...]] = {
     "queue": ("--nproc", "3", "--mode", "queue"),
 }
 KINDS = ("supervisor", "shell", "all", "rank")
-_WAIT = 90.0  # seconds
+_WAIT = 600.0  # seconds; a busy machine needs minutes to start three processes
 _SHELL = ("bash", "-c", '"$@"; exit $?', "bash")  # it stays: the command is not its last
 
 

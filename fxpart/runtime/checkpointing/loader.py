@@ -105,16 +105,25 @@ def restore_newest(
 
 
 def _open_checkpoint(trainer: Trainer, path: Path, key: SigningKey | None) -> Checkpoint:
-    """Open a checkpoint on every rank; FXP510 or FXP524 on all if one cannot."""
-    where = str(path.absolute())
-    return agree(trainer.transport, "the checkpoint", lambda: (Checkpoint.open(path, key), where))
+    """Open a checkpoint on every rank; FXP510 or FXP524 on all if one cannot.
+
+    Its content is compared: ranks may have it at different paths.
+    """
+
+    def open_here() -> tuple[Checkpoint, str]:
+        found = Checkpoint.open(path, key)
+        return found, f"step {found.manifest.step}, manifest {found.manifest.digest}"
+
+    return agree(trainer.transport, "the checkpoint", open_here)
 
 
 def load_from(trainer: Trainer, path: Path, sign: KeySource = None) -> dict[str, Any]:
     """Implement :meth:`fxpart.runtime.trainer.Trainer.load_checkpoint`."""
 
     def look() -> tuple[tuple[bool, SigningKey | None], str]:
-        return ((path / NAME).exists(), SigningKey.load(sign)), str(path.absolute())
+        one = (path / NAME).exists()
+        what = "a checkpoint" if one else "no checkpoint, but maybe a folder of them"
+        return (one, SigningKey.load(sign)), what
 
     one, key = agree(trainer.transport, "the checkpoint", look)
     if one:

@@ -19,8 +19,7 @@ from fxpart.checkpoint import folder, manifest_merge
 from fxpart.checkpoint.manifest import NAME, CheckpointManifest
 from fxpart.checkpoint.manifest_codec import digest
 from fxpart.checkpoint.reader import Checkpoint
-from fxpart.checkpoint.run_directory import RunDir
-from fxpart.checkpoint.signature import KeySource, SigningKey
+from fxpart.checkpoint.signature import SigningKey
 from fxpart.checkpoint.writer import PLAN, write_rank, write_text
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.checkpointing.snapshot import (
@@ -32,7 +31,6 @@ from fxpart.runtime.checkpointing.snapshot import (
 from fxpart.runtime.queues.fault_tolerant_transport import FaultTolerantTransport
 from fxpart.runtime.transport.agreement import (
     AllRanksError,
-    agree,
     convert_transport_errors,
     encode_problems,
     merge_problems,
@@ -360,27 +358,6 @@ class Saver:
 
     def _where(self) -> str:
         return f"{self.root}, rank {self._trainer.rank}"
-
-
-def save_once(trainer: Trainer, root: Path, extra: dict[str, Any], sign: KeySource = None) -> Path:
-    """Implement :meth:`fxpart.runtime.trainer.Trainer.save_checkpoint`."""
-    # First: update counts are equal on all ranks only without minibatches in flight.
-    flush_before_snapshot(trainer)
-    step = trainer.updates
-    root = root.absolute()
-    final = root / folder.step_name(step)
-
-    def check() -> tuple[SigningKey | None, str]:
-        run = RunDir(root.parent)
-        of_run = root == run.checkpoints and run.generations.exists()
-        if trainer.rank == 0 and (of_run or final.exists()):
-            why = "a run resumes from that folder" if of_run else "the checkpoint exists already"
-            raise error("FXP513", where=str(final), why=why, fix="use another folder")
-        return SigningKey.load(sign), f"step {step} {root}"
-
-    key = agree(trainer.transport, "where a checkpoint is saved", check)
-    Saver(trainer, root, keep=0, strict=True, key=key).save(step, extra, wait=True)
-    return final
 
 
 def _merge_groups(

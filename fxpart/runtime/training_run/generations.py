@@ -13,6 +13,9 @@ from fxpart.errors import FxpartError, error
 from fxpart.runtime.training_run.json_lines import JsonLinesAppender, read_lines
 
 FAILED = "failed"
+_PATIENCE = 10.0  # seconds until a shared file system shows a file on other hosts
+_POLL_SECONDS = 0.05
+_MOST_CHARS = 2000  # of the description of a failure
 UNSAVED = "not saved"  # the run has ended, but its last checkpoint could not be written
 
 
@@ -124,11 +127,7 @@ class GenerationFence:
             seen = (found.st_ino, found.st_size, found.st_mtime_ns)
             if seen == self._seen:
                 return
-            starts = [
-                (line.generation, line.writer)
-                for line in read_lines(self._path, GenerationStart | GenerationEnd)
-                if isinstance(line, GenerationStart)
-            ]
+            starts = self._read_starts()
         except (OSError, FxpartError):
             return  # removed or not readable: no other job is known
         if starts and starts[-1] != self._own:
@@ -138,6 +137,28 @@ class GenerationFence:
                 fix="this process has written nothing since then; let the other one train",
             )  # fmt: skip
         self._seen = seen
+
+    def check_shared(self, rank: int) -> None:
+        """Raise FXP501 if this process has another folder than rank 0, which began the generation.
+
+        Paths may differ between ranks: mounts, links, or relative to another folder.
+        """
+        limit = time.monotonic() + _PATIENCE
+        while self._own not in self._read_starts():
+            if time.monotonic() > limit:
+                raise error(
+                    "FXP501", where=f"rank {rank}, {self._path.parent}",
+                    why=f"rank 0 has begun generation {self._own[0]} of the run in another folder",
+                    fix="use a folder that all ranks share",
+                )  # fmt: skip
+            time.sleep(_POLL_SECONDS)
+
+    def _read_starts(self) -> list[tuple[int, str]]:
+        return [
+            (line.generation, line.writer)
+            for line in read_lines(self._path, GenerationStart | GenerationEnd)
+            if isinstance(line, GenerationStart)
+        ]
 
 
 class GenerationWriter:
@@ -169,9 +190,10 @@ class GenerationWriter:
             self._file = made
 
     def end(self, generation: int, *, step: int, how: str, why: str = "") -> None:
-        """Record the end; FXP603."""
+        """Record the end; FXP603. why: truncated if it is long."""
+        text = why[:_MOST_CHARS].encode("utf-8", "backslashreplace").decode()
         self._file.write(
-            GenerationEnd(generation=generation, ended=time.time(), step=step, how=how, why=why)
+            GenerationEnd(generation=generation, ended=time.time(), step=step, how=how, why=text)
         )
 
     def close(self) -> None:

@@ -23,14 +23,15 @@ _LONGEST = 1 << 20  # bytes of a line
 def read_lines(path: Path, kind: Any) -> Iterator[Any]:
     """Yield the lines as ``kind``; nothing if the file does not exist.
 
-    A truncated line is skipped: the last one, or one before a later process appended. FXP520 with
-    the line number for any other invalid line.
+    A truncated line is skipped: the last one, or one before a later process appended; also one
+    with zeros, which a file system may leave where the power failed. FXP520 with the line number
+    for any other invalid line.
     """
     decoder = msgspec.json.Decoder(kind)
     try:
         with open_regular_file(path) as (raw_file, _), io.BufferedReader(raw_file) as file:
             for number, raw in enumerate(_raw(file, path), start=1):
-                if raw.strip():
+                if raw.strip() and b"\0" not in raw:
                     found = _decoded(decoder, raw, path, number)
                     if found is not None:
                         yield found
@@ -112,11 +113,13 @@ def _raw(file: IO[bytes], path: Path) -> Iterator[bytes]:
 def _decoded(decoder: Any, raw: bytes, path: Path, number: int) -> Any:
     """Return the line, or None if it is truncated."""
     try:
-        return decoder.decode(raw)
+        return decoder.decode(raw.rstrip())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
         short = isinstance(cause, msgspec.DecodeError) and not isinstance(
             cause, msgspec.ValidationError
         )
-        if short and raw.startswith(b"{") and not raw.rstrip().endswith(b"}"):
+        # A truncated line may end with a brace that belongs to a text in it.
+        open_end = not raw.rstrip().endswith(b"}") or "truncated" in str(cause)
+        if short and raw.startswith(b"{") and open_end:
             return None
         raise unreadable(path, str(cause), number) from cause

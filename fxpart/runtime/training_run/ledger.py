@@ -73,6 +73,11 @@ class Ledger:
         return self._replay.reached
 
     @property
+    def newest_generation(self) -> int:
+        """Largest number of a generation in the file; 0 without one."""
+        return self._replay.newest
+
+    @property
     def is_attached(self) -> bool:
         """Whether the path still leads to the open file."""
         return self._file.is_attached

@@ -107,11 +107,13 @@ class LedgerSummary:
 
 
 class LedgerReplay:
-    """Replays the lines. done: valid updates. chain: digest of the history up to the last line."""
+    """Replays the lines. done: valid updates. chain: digest of the history up to the last line.
+    newest: largest number of a generation.
+    """
 
     def __init__(self) -> None:
         self.done: list[_Entry] = []
-        self.reached = self.redone = 0
+        self.reached = self.redone = self.newest = 0
         self.problems: list[str] = []
         self.gaps: list[tuple[int, int]] = []
         self.chain = ""
@@ -148,6 +150,7 @@ class LedgerReplay:
         self.chain = self.done[-1].chain if self.done else ""
         self._generation = line
         self._generations += 1
+        self.newest = max(self.newest, line.generation)
 
     def gap(self, line: LedgerGap) -> None:
         """Note updates that could not be written."""

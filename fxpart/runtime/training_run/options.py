@@ -14,15 +14,16 @@ from fxpart.errors import error
 class Checkpoints:
     """Save a run into a folder and resume from it.
 
-    folder: of the run, shared by all processes. every: updates between two checkpoints. keep:
-    number of checkpoints kept, at least two. strict: end the run if a checkpoint or another file of
-    the run cannot be written (FXP513, FXP603); otherwise warn and continue. check: steps repeated
-    after a restart must give the same results (FXP518). restarts: largest number of restarts in a
-    row without progress (FXP517). signals: SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the
-    run, and a second one of the first three ends it at once; if False their handlers are unchanged.
-    copies: keep the last checkpoints in the memory of this and another host too, so that the loss
-    of a host needs no disk; a path instead of True selects the folder. sign: a file with a secret
-    key, which signs every checkpoint; only checkpoints that it has signed are restored (FXP524).
+    folder: of the run, shared by all processes; its path may differ between them. every: updates
+    between two checkpoints. keep: number of checkpoints kept, at least two. strict: end the run if
+    a checkpoint or another file of the run cannot be written (FXP513, FXP603); otherwise warn and
+    continue. check: steps repeated after a restart must give the same results (FXP518). restarts:
+    largest number of restarts in a row without progress (FXP517). signals: SIGTERM, SIGINT, SIGHUP
+    and SIGUSR1 save and end the run, and a second one of the first three ends it at once; if False
+    their handlers are unchanged. copies: keep the last checkpoints in the memory of this and
+    another host too, so that the loss of a host needs no disk; a path instead of True selects the
+    folder. sign: a file with a secret key, which signs every checkpoint; only checkpoints that it
+    has signed are restored (FXP524).
     """
 
     folder: str | Path
@@ -58,13 +59,13 @@ class Checkpoints:
     @property
     def run(self) -> RunDir:
         """The folder of the run."""
-        return RunDir(Path(self.folder))
+        return RunDir(Path(self.folder).absolute())
 
     def describe(self) -> str:
         """Return the options that must be equal on every rank, as text.
 
-        Hosts may have key files and memory at different paths.
+        Hosts may have the folder, key files and memory at different paths.
         """
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "folder"}
         found |= {"copies": bool(self.copies), "sign": self.sign is not None}
         return " ".join(f"{name} {value}" for name, value in found.items())

@@ -72,7 +72,8 @@ class RunJournal:
     def begin_generation(self, newest: int, *, world: int, plan: str) -> RunStart:
         """Record this start, however it ends; FXP517 if restarts make no progress."""
         step, reached = max(newest, 0), self._ledger.reached
-        number = max((g.began.generation for g in self._earlier), default=0) + 1
+        known = [generation.began.generation for generation in self._earlier]
+        number = max([self._ledger.newest_generation, *known]) + 1  # either file may be lost
         start = RunStart(number, newest, secrets.token_hex(8))
         no_progress = generations.check_restart_progress(
             self._run.path, self._earlier, step, reached, self._restarts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +17,7 @@ from fxpart.checkpoint.manifest import FINITE
 from fxpart.checkpoint.reader import Checkpoint
 from fxpart.checkpoint.signature import SigningKey
 from fxpart.checkpoint.value_codec import from_json_value, to_json_value
+from fxpart.diagnostics.exception_text import describe_exception
 from fxpart.diagnostics.rank_event import LEFT
 from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem
@@ -70,7 +71,6 @@ class RunSession:
         self._key: SigningKey | None = None
         self._saver: Saver | None = None
         self._journal: RunJournal | None = None
-        self._fence: GenerationFence | None = None
         self._replicas: CheckpointReplicas | None = None
         self._reported_saves = 0  # problems of the saver that were reported
         self._reported_replicas = 0  # problems of the memory replicas that were reported
@@ -105,7 +105,7 @@ class RunSession:
         if extra is None and start.newest >= 0:
             extra = self._restore_from_disk()
         if extra is not None:
-            agree(fit.transport, "the restored run state", partial(_restore_state, fit, extra))
+            agree(fit.transport, "the restored run state", partial(restore_run_state, fit, extra))
             apply = partial(apply_request, fit, self._request, from_json_value(extra.get(REQUEST)))
             agree(fit.transport, "the options of the resumed run", lambda: (apply(), ""))
             self.resumed, self._saved_step = True, fit.step
@@ -130,8 +130,7 @@ class RunSession:
         """Open the memory replicas of the run."""
         from fxpart.runtime.checkpointing.memory_replicas import CheckpointReplicas
 
-        given = self.options.copies
-        root = None if given is True else Path(cast(Any, given))
+        root = None if self.options.copies is True else Path(cast(Any, self.options.copies))
         return CheckpointReplicas.of(self._run, self._fit.transport, root=root)
 
     def _restore_from_memory(self, newest: int) -> dict[str, Any] | None:
@@ -183,11 +182,17 @@ class RunSession:
                 'beside it: nonfinite="rollback" (--on-nonfinite rollback) returns to it',
                 stacklevel=4,
             )
-        if self._first and self._fit.run.nonfinite == "rollback":
-            for path in folder.list_complete(self._run.checkpoints):
-                if folder.step_of(path) > checkpoint.manifest.step:
-                    folder.set_aside(path)
+        if checkpoint.skipped or self._fit.run.nonfinite == "rollback":
+            # The run trains their steps again: they do not belong to its history any more.
+            newer = partial(self._set_newer_aside, checkpoint.manifest.step)
+            agree(self._fit.transport, "checkpoints that are not used", newer)
         return extra
+
+    def _set_newer_aside(self, step: int) -> tuple[None, str]:
+        for path in folder.list_complete(self._run.checkpoints) if self._first else ():
+            if folder.step_of(path) > step:
+                folder.set_aside(path)
+        return None, ""
 
     def roll_back(self) -> bool:
         """Return to the newest checkpoint with finite state, but not in the data; every rank calls
@@ -203,7 +208,7 @@ class RunSession:
         extra = self._restore_from_disk()
         agree(
             fit.transport, "the restored run state",
-            partial(_restore_state, fit, extra, position=False),
+            partial(restore_run_state, fit, extra, position=False),
         )  # fmt: skip
         self._saved_step = fit.step
         if self._journal is not None:
@@ -244,6 +249,8 @@ class RunSession:
 
     def _store_events(self) -> tuple[None, str]:
         """Store the flight recorder of this process in the run's folder from now on."""
+        if not self._first:
+            self._fence.check_shared(self._fit.trainer.rank)
         rank, events = self._fit.trainer.rank, self._fit.trainer.events
         path = self._run.events(self.generation, rank)
         events.keep(path, rank=rank, generation=self.generation)
@@ -368,7 +375,7 @@ class RunSession:
 
         if not self.generation or (isinstance(cause, FxpartError) and cause.code == "FXP521"):
             return  # nothing was begun, or the run belongs to another process now
-        line = next(iter(str(cause).splitlines()), "")
+        line = describe_exception(cause).splitlines()[0]
         if isinstance(cause, FxpartError):
             first = cause.problems[0]
             line = f"{first.code} {first.where}: {first.why}"
@@ -378,7 +385,7 @@ class RunSession:
             generation=self.generation, events=self._fit.trainer.events,
         )  # fmt: skip
         if self._journal is not None:
-            text = f"rank {rank}: {line or type(cause).__name__}"
+            text = f"rank {rank}: {line}"
             with contextlib.suppress(FxpartError):  # do not hide the failure that ends the run
                 self._journal.end(
                     self.generation, step=self._fit.step, how=generations.FAILED, why=text
@@ -391,10 +398,3 @@ class RunSession:
             self._replicas.close()
         if self._journal is not None:
             self._journal.close()
-
-
-def _restore_state(
-    fit: FitLoop, extra: Mapping[str, Any], *, position: bool = True
-) -> tuple[None, str]:
-    restore_run_state(fit, extra, position=position)
-    return None, f"step {fit.step} epoch {fit.position.epoch}"

@@ -46,8 +46,10 @@ def capture_run_state(fit: FitLoop) -> dict[str, Any]:
     return found
 
 
-def restore_run_state(fit: FitLoop, found: Mapping[str, Any], *, position: bool = True) -> None:
-    """Restore the state; a process that is new takes the position of rank 0.
+def restore_run_state(
+    fit: FitLoop, found: Mapping[str, Any], *, position: bool = True
+) -> tuple[None, str]:
+    """Restore the state, and describe it; a process that is new takes the position of rank 0.
 
     position: also that in the data.
 
@@ -68,12 +70,12 @@ def restore_run_state(fit: FitLoop, found: Mapping[str, Any], *, position: bool 
     fit.step, fit.loss, fit.values = plain["step"], plain["loss"], plain["values"]
     _load(fit.scheduler, plain["scheduler"])
     _restore_callbacks(fit, plain)
-    if not position:
-        return
-    transport, of = fit.transport, found[_OF]
-    processes = 1 if len(transport.local) == transport.ranks else transport.ranks
-    mine = transport.local[0] if len(of) == processes else 0
-    fit.position.load(from_json_value(found[_OWN][of[mine]]))
+    if position:
+        transport, of = fit.transport, found[_OF]
+        processes = 1 if len(transport.local) == transport.ranks else transport.ranks
+        mine = transport.local[0] if len(of) == processes else 0
+        fit.position.load(from_json_value(found[_OWN][of[mine]]))
+    return None, f"step {fit.step} epoch {fit.position.epoch}"
 
 
 def _restore_callbacks(fit: FitLoop, plain: Mapping[str, Any]) -> None:

@@ -13,6 +13,9 @@ from fxpart.runtime.training_run.generations import (
     check_restart_progress,
     load_generations,
 )
+from fxpart.runtime.training_run.ledger import LedgerGeneration
+from fxpart.runtime.training_run.options import Checkpoints
+from fxpart.runtime.training_run.run_journal import RunJournal
 
 # Each generation: (its checkpoint, the farthest step before it, how it ended or "").
 Made = tuple[int, int, str]
@@ -57,6 +60,46 @@ def test_three_restarts_without_a_step(
         assert found.code == "FXP517" and f"generation {len(made) + 1}" in str(found)
         how = "rank 1: FXP504 x" if made[0][2] == FAILED else "killed (at least rank 0)"
         assert f"restarts since step {step}" in str(found) and how in str(found)
+
+
+@pytest.mark.parametrize("lost", ["generations.jsonl", "steps.jsonl"])
+def test_a_number_is_not_used_again(lost: str, tmp_path: Path) -> None:
+    """Also where one of the files that have it was removed."""
+    for number in (1, 2):
+        journal = RunJournal(Checkpoints(tmp_path))
+        assert journal.begin_generation(-1, world=1, plan="").generation == number
+        begin = LedgerGeneration(generation=number, after=0, world=1, same="")
+        journal.begin_ledger(begin, "")
+        journal.close()
+        (tmp_path / lost).unlink()
+
+
+def test_a_line_that_was_cut_at_any_byte(tmp_path: Path) -> None:
+    """Its text has braces and quotes; a process of a later start has appended, or none."""
+    path = tmp_path / "generations.jsonl"
+    book = GenerationWriter(path)
+    book.begin(1, world=2, step=0, reached=0, plan="p")
+    begun = path.read_bytes()
+    book.end(1, step=0, how=FAILED, why='KeyError: {"a": {"\u00e9}"}} \\ }')
+    whole = path.read_bytes()
+    for cut in range(len(begun), len(whole) - 1):
+        for left in (whole[:cut], whole[:cut] + bytes(9), begun + bytes(9)):
+            path.write_bytes(left)
+            later = GenerationWriter(path)
+            assert [each.ended for each in load_generations(path)] == [None]
+            later.begin(2, world=2, step=0, reached=0, plan="p")
+            later.close()
+            assert [each.ended for each in load_generations(path)] == [None, None]
+    book.close()
+
+
+@pytest.mark.parametrize("why", ["x" * (2 << 20), "a file \udcff"])
+def test_a_failure_with_any_text(why: str, tmp_path: Path) -> None:
+    book = GenerationWriter(tmp_path / "generations.jsonl")
+    book.begin(1, world=2, step=0, reached=0, plan="p")
+    book.end(1, step=0, how=FAILED, why=why)
+    book.close()
+    assert load_generations(tmp_path / "generations.jsonl")[0].how[:6] == why[:6]
 
 
 def test_what_is_no_such_file(tmp_path: Path) -> None:

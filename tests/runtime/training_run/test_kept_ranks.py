@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -39,6 +40,22 @@ def test_a_signal_to_any_rank_saves_and_ends_all(pool: Pool, name: str, tmp_path
         whole = kept_programs.go(str(tmp_path / "whole"), name, True)
         expected = [step.loss for step in read_updates(tmp_path / "whole" / "steps.jsonl")]
         assert found == [whole] * 2 and losses == expected
+
+
+@pytest.mark.slow
+def test_paths_of_the_folder_may_differ(pool: Pool, tmp_path: Path) -> None:
+    """A relative path and a link are the same folder, also after a change of directory."""
+    (tmp_path / "link").symlink_to(tmp_path / "run", target_is_directory=True)
+    (tmp_path / "run").mkdir()
+    for _ in range(2):
+        paths = ["run", str(tmp_path / "link")]
+        found = pool.run(kept_programs.go_by_paths, paths, "plain", str(tmp_path), timeout=120.0)
+        assert found == [(4, "steps", True)] * 2
+        assert not list((tmp_path / "run").rglob(".shared-*"))
+        shutil.rmtree(tmp_path / "run" / "own")
+    paths = ["run", str(tmp_path / "other")]
+    with pytest.raises(RankError, match="FXP501[\\s\\S]*rank 1, .*other[\\s\\S]*another folder"):
+        pool.run(kept_programs.go_by_paths, paths, "plain", str(tmp_path), timeout=120.0)
 
 
 @pytest.mark.slow

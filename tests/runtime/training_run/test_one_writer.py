@@ -98,6 +98,14 @@ def test_who_has_the_lock_is_named(tmp_path: Path) -> None:
     check_unlocked(run)
 
 
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path in (tmp_path / "file", tmp_path / "link", tmp_path / "file" / "run"):
+        with pytest.raises(FxpartError, match="FXP603[\\s\\S]*it is a file or a broken link"):
+            lock_folder(RunDir(path))
+
+
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     lock = lock_folder(RunDir(tmp_path))
     child = os.fork()

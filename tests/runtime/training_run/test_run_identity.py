@@ -147,6 +147,27 @@ def test_a_ledger_of_another_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_could_not_be_read(tmp_path: Path) -> None:
+    """The run has trained its steps again, with other losses: it is not used when it can be."""
+    train(tmp_path, 6, every=3)
+    newest = tmp_path / "checkpoints" / "step-0000000006" / "manifest.json"
+    content = newest.read_text()
+    newest.write_text("")  # as a network file system may show it for a moment
+
+    def fail(step: int) -> None:
+        if step == 7:
+            raise OSError("lost")
+
+    with heard() as texts, pytest.raises(FxpartError, match="lost"):
+        train(tmp_path, 9, data=rows(first=3), every=9, check=False, after_step=fail)
+    assert any("FXP510" in text for text in texts)
+    for each in tmp_path.glob("checkpoints/*step-0000000006*/manifest.json"):
+        each.write_text(content)
+    found, _ = train(tmp_path, 9, data=rows(first=3), every=3)
+    assert found.saved and check_ledger(tmp_path / "steps.jsonl").gaps == ()
+
+
+@pytest.mark.slow
 def test_a_ledger_that_is_replaced_during_the_run(tmp_path: Path) -> None:
     ledger = tmp_path / "run" / "steps.jsonl"
     train(tmp_path / "other", 6, data=rows(first=50))
