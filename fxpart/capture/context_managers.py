@@ -230,7 +230,7 @@ def cumulative_averages_recorded() -> Iterator[None]:
         _BatchNorm.forward = original  # type: ignore[method-assign]
 
 
-class _NothingFound:
+class _TorchWithoutAny:
     """torch, for a function that asks ``torch.any`` whether values are wrong: none are."""
 
     any = staticmethod(lambda *_: False)
@@ -247,7 +247,7 @@ def value_checks_left_out() -> Iterator[None]:
     one distribution, and the variance of gaussian_nll_loss.
     """
     validates, original = Distribution._validate_args, F.gaussian_nll_loss
-    names = {**original.__globals__, "torch": _NothingFound()}
+    names = {**original.__globals__, "torch": _TorchWithoutAny()}
     unchecked = FunctionType(original.__code__, names, original.__name__, original.__defaults__)
     Distribution.set_default_validate_args(False)  # type: ignore[no-untyped-call]
     F.gaussian_nll_loss = unchecked
