@@ -249,7 +249,7 @@ def value_checks_left_out() -> Iterator[None]:
     validates, original = Distribution._validate_args, F.gaussian_nll_loss
     names = {**original.__globals__, "torch": _TorchWithoutAny()}
     unchecked = FunctionType(original.__code__, names, original.__name__, original.__defaults__)
-    Distribution.set_default_validate_args(False)  # type: ignore[no-untyped-call]
+    Distribution.set_default_validate_args(False)
     F.gaussian_nll_loss = unchecked
     try:
         yield

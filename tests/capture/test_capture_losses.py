@@ -211,6 +211,7 @@ def variance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.gaussian_nll_loss(output, target, output.exp())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [evidence, variance])
 def test_checks_of_values_are_left_out_of_the_graph(loss: Any) -> None:
     """torch raises on wrong arguments, by control flow on data; afterwards it checks again."""

@@ -200,6 +200,7 @@ class Probe(nn.Module):
         return {"loss": nn.functional.mse_loss(found, y), "scores": scores}
 
 
+@pytest.mark.slow
 def test_outputs_without_a_loss_follow_what_they_read() -> None:
     """Evaluation computes them: no order of blocks puts a reader first, though training may."""
     example = {"x": torch.randn(8, 4), "y": torch.randn(8, 3)}
