@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from io import StringIO
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointFunction
@@ -36,6 +38,7 @@ def prepare_capture(model: nn.Module, training: bool, loss: Any = None) -> Itera
         stack.enter_context(tensor_hooks_refused())
         stack.enter_context(reentrant_checkpoints_recorded())
         stack.enter_context(cumulative_averages_recorded())
+        stack.enter_context(value_checks_left_out())
         stack.enter_context(quiet())
         yield
 
@@ -225,6 +228,33 @@ def cumulative_averages_recorded() -> Iterator[None]:
         yield
     finally:
         _BatchNorm.forward = original  # type: ignore[method-assign]
+
+
+class _TorchWithoutAny:
+    """torch, for a function that asks ``torch.any`` whether values are wrong: none are."""
+
+    any = staticmethod(lambda *_: False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def value_checks_left_out() -> Iterator[None]:
+    """Leave out torch's own checks of values: an error that depends on data is not in a graph.
+
+    These are the arguments of torch.distributions, unless the user turned their validation on for
+    one distribution, and the variance of gaussian_nll_loss.
+    """
+    validates, original = Distribution._validate_args, F.gaussian_nll_loss
+    names = {**original.__globals__, "torch": _TorchWithoutAny()}
+    unchecked = FunctionType(original.__code__, names, original.__name__, original.__defaults__)
+    Distribution.set_default_validate_args(False)
+    F.gaussian_nll_loss = unchecked
+    try:
+        yield
+    finally:
+        Distribution._validate_args, F.gaussian_nll_loss = validates, original
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -120,7 +120,32 @@ def crossing(
     for value, size in _find_duplicated_storages(graph, duplicated):
         values.append(value)
         amounts.append(size)
+    for value in _find_evaluation_reads(graph, values):
+        values.append(value)
+        amounts.append(0)
     return tuple(values), tuple(amounts)
+
+
+def _find_evaluation_reads(graph: fx.Graph, known: Sequence[BlockValue]) -> Iterator[BlockValue]:
+    """Yield reads between blocks that training does not make, as values without a cost.
+
+    Outputs that the loss does not need are computed in evaluation only, by the same stages: these
+    must not run before the blocks that they read from.
+    """
+    covered = {(value.producer, block) for value in known for block in value.consumers}
+    found: dict[int, set[int]] = {}
+    for node in graph.nodes:
+        block = annotation(node).block
+        if block is None:
+            continue
+        for used in node.all_input_nodes:
+            maker = annotation(used).block
+            if maker is not None and maker < block and (maker, block) not in covered:
+                found.setdefault(maker, set()).add(block)
+    for maker, blocks in sorted(found.items()):
+        yield BlockValue(
+            producer=maker, consumers=tuple(sorted(blocks)), gradient=False, sent=False
+        )
 
 
 def _find_duplicated_storages(

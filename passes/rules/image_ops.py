@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+from torch import fx
 
 from .schema_call import (
     Dim,
     Entry,
     SchemaCall,
+    Shape,
     UncoveredCallError,
     name_broadcast_dims,
     notation,
+    with_argument,
 )
-from .sharding_rule import ShardingRule, Size
+from .sharding_rule import Arguments, ShardingRule, Size
 
 
 def _places(call: SchemaCall) -> int:
@@ -63,6 +68,24 @@ def _columns(call: SchemaCall) -> ShardingRule:
     return call.rule([inside], [outside], sizes=sizes, linear=["self"])
 
 
+def _affine_grid(call: SchemaCall) -> ShardingRule:
+    """Rule for affine_grid_generator: one matrix per image of the size [n, c, places...]."""
+    matrix, grid = call.operands[0][1], call.results[0]
+
+    def localise(
+        node: fx.Node, arguments: Arguments, _: Sequence[Shape], results: Sequence[Shape]
+    ) -> Arguments:
+        rows, *places = results[0][:-1]
+        return with_argument(node, arguments, "size", [rows, 1, *places])  # any c: it is not read
+
+    return call.rule(
+        [["n", *[f"_m{i}" for i in range(len(matrix) - 1)]]],
+        [["n", *[f"_p{i}" for i in range(len(grid) - 1)]]],
+        linear=["theta"],
+        localise=localise,
+    )
+
+
 _POOLS = [
     *(f"{kind}_pool{d}d" for kind in ("avg", "max", "adaptive_avg") for d in (1, 2, 3)),
     *(f"max_pool{d}d_with_indices" for d in (2, 3)),
@@ -78,12 +101,21 @@ _GRID2, _GRID3 = (
     "n c _d _h _w, n _z _y _x _p -> n c _z _y _x",
 )
 
+
+def _grid_sampler(call: SchemaCall) -> ShardingRule | None:
+    """Rule for grid_sampler: that of its images' number of spatial dims."""
+    grid = _GRID2 if len(call.results[0]) == 4 else _GRID3
+    return notation(grid, linear=["input"])(call)
+
+
 TABLE: dict[str, Entry] = {
     **{f"aten.{name}": _pooling for name in _POOLS},
     "aten.pixel_shuffle": _shuffle,
     "aten.pixel_unshuffle": _shuffle,
     "aten.im2col": _columns,
     "aten.col2im": _columns,
+    "aten.affine_grid_generator": _affine_grid,
+    "aten.grid_sampler": _grid_sampler,
     "aten.grid_sampler_2d": notation(_GRID2, linear=["input"]),
     "aten.grid_sampler_3d": notation(_GRID3, linear=["input"]),
 }

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Normal, kl_divergence
 from torch.nn import functional
 
 from fxpart.capture import capture
@@ -198,3 +199,26 @@ def test_an_only_scalar_is_the_loss(name: str) -> None:
     captured = capture(WithScalar(name), (torch.randn(4, 3),))
     loss, y = captured.graph(x := torch.randn(4, 3))
     assert captured.loss_kind == "output" and torch.equal(loss, y.pow(2).mean()), x
+
+
+def evidence(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The negative log-likelihood, and a divergence, of torch.distributions."""
+    found, prior = Normal(output, output.exp()), Normal(torch.zeros_like(output), 1.0)
+    return (kl_divergence(found, prior) - found.log_prob(target)).sum(-1).mean()
+
+
+def variance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.gaussian_nll_loss(output, target, output.exp())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [evidence, variance])
+def test_checks_of_values_are_left_out_of_the_graph(loss: Any) -> None:
+    """torch raises on wrong arguments, by control flow on data; afterwards it checks again."""
+    model, batch = nn.Linear(3, 3), (torch.randn(4, 3), torch.randn(4, 3))
+    captured = capture(model, batch, loss=loss)
+    assert torch.equal(captured.graph(*batch)[0], loss(model(batch[0]), batch[1]))
+    with pytest.raises(ValueError, match="loc"):
+        evidence(torch.full((1, 3), torch.nan), batch[1])
+    with pytest.raises(ValueError, match="var"):
+        functional.gaussian_nll_loss(*batch, -torch.ones(4, 3))

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from branch_models import MODELS
 from ranks import Pool
+from torch import nn
 
 import fxpart
 from fxpart.api import Program
@@ -28,7 +29,7 @@ from fxpart.schedule.simulate import simulate
 from fxpart.solver.objective import evaluate as evaluate_chain
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
-from fxpart.solver.stage_graph.block_graph import regroup
+from fxpart.solver.stage_graph.block_graph import BlockGraph, regroup
 from fxpart.solver.stage_graph.objective import evaluate
 from fxpart.solver.stage_graph.portfolio import solve_branches
 from fxpart.solver.stage_graph.problem import StageGraphSolution
@@ -183,3 +184,29 @@ def test_any_order_in_which_nothing_flows_back_gives_the_same_numbers() -> None:
     order = (*mixed, *(b for b in range(n) if b not in mixed))
     seen = program("towers", order, (0, 5, 10, 15)).verify(steps=2)
     assert seen.passed, seen
+
+
+class Probe(nn.Module):
+    """A loss, and beside it an output of layers that the loss does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.probe, self.scores = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.head(torch.tanh(self.trunk(x)))
+        scores = self.scores(torch.tanh(self.probe(x)))
+        return {"loss": nn.functional.mse_loss(found, y), "scores": scores}
+
+
+@pytest.mark.slow
+def test_outputs_without_a_loss_follow_what_they_read() -> None:
+    """Evaluation computes them: no order of blocks puts a reader first, though training may."""
+    example = {"x": torch.randn(8, 4), "y": torch.randn(8, 3)}
+    one = fxpart.compile(Probe(), "local:1", example_kwargs=example)
+    problem, _ = price(one.prepared, one.captured, Cluster.parse("local:2"), batch_size=8)
+    graph, blocks = BlockGraph.of(problem), problem.blocks
+    reader, made = blocks.index("scores"), blocks.index("probe")
+    assert graph.ancestors[reader] >> made & 1
+    assert all(value.trips == 0 for value in problem.values if value.producer == made)

@@ -143,13 +143,20 @@ def _col2im(r: Draw) -> Example:
     return Example(ATEN.col2im.default, (x, [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]))
 
 
-def _grid(op: Any, space: int) -> Maker:
+def _grid(op: Any, few: int, most: int | None = None) -> Maker:
     def make(r: Draw) -> Example:
+        space = r.size(few, most or few)
         n, c = r.sizes(2, 2, 4)
         x = r.real(n, c, *r.sizes(space, 2, 3))
         return Example(op, (x, r.real(n, *r.sizes(space, 2, 3), space), 0, 0, False))
 
     return make
+
+
+def _affine_grid(r: Draw) -> Example:
+    n, space = r.size(2, 5), r.size(2, 3)
+    size = [n, r.size(1, 3), *r.sizes(space, 2, 3)]
+    return Example(ATEN.affine_grid_generator.default, (r.real(n, space, space + 1), size, False))
 
 
 LOSSES = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy
@@ -211,6 +218,8 @@ _IMAGES: dict[str, Maker] = {
     "pixel_unshuffle": _unshuffle,
     "im2col": _im2col,
     "col2im": _col2im,
+    "affine_grid_generator": _affine_grid,
+    "grid_sampler": _grid(ATEN.grid_sampler.default, 2, 3),
     "grid_sampler_2d": _grid(ATEN.grid_sampler_2d.default, 2),
     "grid_sampler_3d": _grid(ATEN.grid_sampler_3d.default, 3),
 }
