@@ -7,7 +7,8 @@ alone, without slower ones that come later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, permutations
 from math import comb, factorial
@@ -95,6 +96,46 @@ def _list_orders(request: PlanRequest, keys: Iterable[int]) -> Iterator[tuple[in
             order += best
             left = [device for device in left if device not in order]
         yield (*order, *left)
+        yield from _list_even_orders(request, rates, key)
+
+
+def _list_even_orders(
+    request: PlanRequest,
+    rates: Mapping[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]],
+    key: int,
+) -> Iterator[tuple[int, ...]]:
+    """Yield orders whose first groups, as many as there are stages, have a fast slowest one.
+
+    All groups pay for the slowest. The groups up to a rank are taken one by one, first of the
+    devices with the fewest of them; the lowest rank that gives enough groups counts.
+    """
+    count = len(request.cluster.devices)
+    wanted = min(count // request.mesh.size, request.stages[1])
+    first = range(count)
+    groups = sorted(
+        (group for group in rates if len(set(group)) == request.mesh.size),
+        key=lambda group: _rank(rates[group], key),
+    )
+    for end in range(wanted, len(groups) + 1):
+        if end < len(groups) and _rank(rates[groups[end]], key) == _rank(
+            rates[groups[end - 1]], key
+        ):
+            continue
+        allowed, order = groups[:end], list[int]()
+        while allowed:
+            uses = Counter(device for group in allowed for device in group)
+            best = min(
+                allowed,
+                key=lambda group: (
+                    min(uses[each] for each in group),
+                    sum(uses[each] for each in group),
+                ),
+            )
+            order += best
+            allowed = [group for group in allowed if not {*group} & {*best}]
+        if len(order) >= wanted * request.mesh.size:
+            yield (*order, *(each for each in first if each not in order))
+            return
 
 
 def _list_groups(cluster: Cluster, left: Sequence[int], width: int) -> Iterator[tuple[int, ...]]:
