@@ -1,6 +1,6 @@
-"""The public API: compile a model, propose a plan, and the compiled program."""
+"""The public API: compile a model, and the compiled program."""
 
-from fxpart.api.entry_points import PlanProposal, compile, propose
+from fxpart.api.entry_points import compile
 from fxpart.api.program import Program
 
-__all__ = ["PlanProposal", "Program", "compile", "propose"]
+__all__ = ["Program", "compile"]

@@ -1,13 +1,11 @@
-"""Compile a model, or propose a plan for it."""
+"""Compile a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
 from torch import nn
 
 from fxpart.api.program import Program, check_precision, plan_program, settle_microbatches
@@ -25,21 +23,18 @@ from fxpart.planner.constraints import (
     with_coupling,
     with_numbers,
 )
-from fxpart.planner.degrees import build_joint_problem, plan_best_choice
 from fxpart.planner.execution_mode import with_mode
 from fxpart.planner.plan_agreement import is_multi_rank_job
 from fxpart.planner.prepared_model import (
     PlanningArguments,
     prepare_model,
 )
-from fxpart.pricing.joint_space import SearchSpace
 from fxpart.runtime.torch_modes import guard_compile
 from fxpart.solver.progress import planning_progress
 
 if TYPE_CHECKING:
     from fxpart.costs import CostModel
     from fxpart.plan.staleness_penalty import StalenessPenalty
-    from fxpart.solver.joint.problem import JointProblem
     from fxpart.solver.progress import Progress
 
 
@@ -145,71 +140,3 @@ def compile(
             return Program(chosen, request=front.request, **fields_of(parts))
         check_trainable(front.request.constraints)
         return plan_program(front, microbatches, listener)
-
-
-@guard_compile
-def propose(
-    model: nn.Module,
-    cluster: Cluster | str | Path = "auto",
-    *,
-    example_inputs: Any = None,
-    example_kwargs: Mapping[str, Any] | None = None,
-    loss: Callable[..., Any] | None = None,
-    batch_size: int | None = None,
-    microbatches: int | None = None,
-    optimizer: Any = None,
-    cost_model: str | Path | CostModel = "auto",
-    constraints: Mapping[str, int | float | str | bool] | None = None,
-    seed: int = 0,
-    batch_dims: Mapping[str, int | None] | None = None,
-    precision: str | None = None,
-    transfer_dtype: str | None = None,
-    mode: str | None = None,
-    weights: str | None = None,
-    check: str = "auto",
-    batch_coupling: str | None = None,
-    progress: Callable[[Progress], None] | bool | None = None,
-) -> PlanProposal:
-    """Return the best plan in the full search space, including plans that cannot be trained yet.
-
-    In addition to the search space of :func:`compile`, stages may differ in degrees, and
-    ``schedule`` may be "interleaved", "zb-h1" or "async" (or several, "1f1b,zb-h1"). The graph
-    is not lowered: blocks are priced one by one. Arguments and errors are those of :func:`compile`.
-    The mode "queue" is rejected (FXP109), because :func:`compile` covers its whole search space.
-    """
-    with planning_progress(progress) as listener:
-        front = prepare_model(
-            model,
-            cluster,
-            None,
-            (example_inputs, example_kwargs),
-            PlanningArguments(
-                batch_size, microbatches, optimizer, cost_model,
-                with_coupling(
-                    with_mode(with_numbers(constraints, precision, transfer_dtype), mode, weights),
-                    batch_coupling,
-                ),
-                seed,
-            ),
-            {"loss": loss, "batch_dims": batch_dims},
-            check,
-        )  # fmt: skip
-        check_precision(front.request)
-        checked = front.compare()
-        microbatches = settle_microbatches(front, microbatches)
-        problem, provenance = build_joint_problem(
-            front.graph, front.captured, front.request, microbatches, SearchSpace()
-        )
-        plan = plan_best_choice(
-            problem, provenance, front.request, front.captured, front.graph, front.info, listener
-        )
-        check_plan(plan, front.request.constraints, front.blocks)
-        return PlanProposal(replace(plan, check=checked), problem)
-
-
-@dataclass(frozen=True)
-class PlanProposal:
-    """A plan, and the costed problem that it is a solution of."""
-
-    plan: Plan
-    problem: JointProblem

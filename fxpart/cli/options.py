@@ -18,7 +18,7 @@ from fxpart.planner.execution_mode import WEIGHTS
 from fxpart.schedule.weight_modes import MODES
 
 if TYPE_CHECKING:
-    from fxpart.api import PlanProposal, Program
+    from fxpart.api import Program
     from fxpart.capture.workload import Workload
     from fxpart.checkpoint.signature import SigningKey
     from fxpart.plan.model import Plan
@@ -142,13 +142,6 @@ class CommandLineRequest:
             elif value is not None and value is not False:
                 found += [name, str(value)]
         return [*found, "--json"] if as_json else found
-
-    def propose(self, workload: Workload) -> PlanProposal:
-        """Return the best plan over the planner's whole search space, trainable or not."""
-        from fxpart.api import propose
-
-        with output.show_solver_progress(f"planning {self.target}") as progress:
-            return propose(**self._arguments(workload), progress=progress)
 
     def _arguments(self, workload: Workload) -> dict[str, Any]:
         return {

@@ -35,13 +35,6 @@ class _CommandWithConstraints(click.Command):
     help="Write the completed annotations, TOML or JSON by the suffix.",
 )  # fmt: skip
 @click.option(
-    "--space",
-    type=click.Choice(["trainable", "all"]),
-    default="trainable",
-    show_default=True,
-    help="all: include heterogeneous stages and schedules that cannot be trained yet.",
-)
-@click.option(
     "--from", "source", type=click.Path(), metavar="FILE",
     help="Price a configuration of torchtitan or Megatron-LM, and compare it with the best plan.",
 )  # fmt: skip
@@ -51,7 +44,6 @@ class _CommandWithConstraints(click.Command):
 def command(
     path: str | None,
     dump: str | None,
-    space: str,
     source: str | None,
     nproc: str | None,
     run: str | None,
@@ -64,7 +56,7 @@ def command(
     MIN:MAX --run DIR, a plan for each of these numbers of ranks is stored for the run in DIR, where
     `fxpart train` finds them when ranks are lost or return. With --from FILE, the decisions of
     another engine's configuration are priced for TARGET on the cluster, and compared with the best
-    plan of the whole search space, which -o writes.
+    plan, which -o writes.
     """
     request = CommandLineRequest(**options)
     if source is not None:
@@ -75,13 +67,6 @@ def command(
         why = "the output format is taken from the suffix, which is neither .toml nor .json"
         fix = "use a file name with suffix .toml or .json"
         raise error("FXP109", where=f"--dump-annotations {dump}", why=why, fix=fix)
-    if space == "all":
-        if dump is not None:
-            why = "with --space all, placements of ops are not computed"
-            raise error("FXP109", where="--dump-annotations", why=why, fix="omit one of them")
-        proposed = request.propose(request.workload())
-        _write(proposed.plan, proposed.problem, path, as_json)
-        return 0
     program = request.compile(request.workload())
     if dump is not None:
         from fxpart.cli.report import write
@@ -100,7 +85,7 @@ def _compare(request: CommandLineRequest, source: str, path: str | None, as_json
     found = compare_with(request, source)
     if path is not None:
         found.best.plan.dump(path)
-        save(found.best.problem, get_problem_path(path))
+        save(found.best.costed(), get_problem_path(path))
         output.note(f"wrote {path} and {get_problem_path(path)}")
     print_comparison(found, as_json)
     return 0

@@ -11,12 +11,13 @@ from fxpart.cli.options import CommandLineRequest
 from fxpart.errors import FxpartError
 
 if TYPE_CHECKING:
-    from fxpart.api import PlanProposal
+    from fxpart.api import Program
     from fxpart.interop.engines import EngineRun
     from fxpart.plan.model import Plan
 
 # Its decision is not feasible or contradictory; anything else is an error of the command.
 _INFEASIBLE = ("FXP201", "FXP202", "FXP204", "FXP205")
+BY_BLOCKS = "The configuration is priced block by block, because fxpart cannot train it."
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class EngineComparison:
     run: EngineRun
     today: Plan | None
     why: str
-    best: PlanProposal
+    best: Program
 
     @property
     def speedup(self) -> float | None:
@@ -57,21 +58,43 @@ def compare_with(request: CommandLineRequest, source: str) -> EngineComparison:
         batch_size=request.batch_size or run.batch_size,
         precision=request.precision or precision,
     )
-    best = same.propose(workload)
-    run = run.with_stages(len(find_layer_blocks(best.problem.blocks)))
+    best = same.compile(workload)
+    run = run.with_stages(len(find_layer_blocks(best.costed().blocks)))
     fixed = tuple(f"{k}={v}" for k, v in run.constraints.items() if k not in _OWN_OPTIONS)
     layout = run.constraints.get("layout")
     constrained = replace(
         same, constraint=fixed, fix=(), forbid=(), stage=(), mesh=None, zero=None, mode=None,
         layout=None if layout is None else str(layout),
     )  # fmt: skip
+    today, why = None, ""
     try:
-        today, why = constrained.propose(workload).plan, ""
+        today = best.replan(constrained.cluster, constraints=constrained.constraints,
+                            cost_model=constrained.cost_model).plan  # fmt: skip
     except FxpartError as refused:
         if refused.code not in _INFEASIBLE:
             raise
-        today, why = None, refused.problems[0].why
+        why = refused.problems[0].why
+        if refused.code == "FXP202":
+            today = _price_by_blocks(best, constrained)
+            run = run if today is None else replace(run, lost=(*run.lost, BY_BLOCKS))
     return EngineComparison(source, spec.name, run, today, why, best)
+
+
+def _price_by_blocks(program: Program, constrained: CommandLineRequest) -> Plan | None:
+    """Return what the requested decisions take by the prices of single blocks, trained or not."""
+    from fxpart.planner.degrees import price_decisions
+    from fxpart.planner.request import find_cluster, make_request
+
+    request = make_request(
+        find_cluster(constrained.cluster, None), program.optimizer, constrained.cost_model,
+        constrained.constraints, program.plan.seed,
+    )  # fmt: skip
+    try:
+        return price_decisions(request, program.captured, program.prepared, program.plan.model)
+    except FxpartError as refused:
+        if refused.code not in _INFEASIBLE:
+            raise
+        return None
 
 
 _OWN_OPTIONS = ("precision", "layout")

@@ -329,7 +329,7 @@ def match_capture_precision(
 
 
 def check_trainable(constraints: Constraints) -> None:
-    """Raise FXP109 where a requested schedule can be planned but not trained."""
+    """Raise FXP109 where a requested schedule does not train."""
     wanted = str(as_synchronous(constraints).get("schedule", DEFAULT_SCHEDULE)).split(",")
     trained = (DEFAULT_SCHEDULE, *list_schedules(trains=True, flushes=True))
     wrong = [name.strip() for name in wanted if name.strip() not in trained]
@@ -337,7 +337,6 @@ def check_trainable(constraints: Constraints) -> None:
         raise error(
             "FXP109",
             where=f"schedule={constraints['schedule']}",
-            why=f"{wrong[0]} can be planned (fxpart plan --space all), but the runtime cannot "
-            "train it",
+            why=f"the runtime cannot train with {wrong[0]}",
             fix=f"use {' or '.join(dict.fromkeys(trained))}",
         )

@@ -16,14 +16,14 @@ from torch import fx
 
 from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
-from fxpart.plan.constraint_table import CONTEXT_AXIS, DATA_AXES, DATA_AXIS, QUEUE, SHARD_AXIS
+from fxpart.plan.constraint_table import CONTEXT_AXIS, DATA_AXES, DATA_AXIS, SHARD_AXIS
 from fxpart.plan.model import Plan, PlanModel
 from fxpart.plan.offload import offloads_activations
 from fxpart.planner.constraints import list_fixed
 from fxpart.planner.context_parallelism import PlacedSequences
 from fxpart.planner.degree_proposal import DegreeSearchResult, make_proposal, select_distinct
 from fxpart.planner.device_assignment import assign_devices
-from fxpart.planner.execution_mode import ASYNC, PENALTY, as_synchronous
+from fxpart.planner.execution_mode import ASYNC, as_synchronous
 from fxpart.planner.families.schedule_selection import (
     requested_schedules,
     with_cut_schedules,
@@ -112,7 +112,6 @@ def _schedules(request: PlanRequest, *, priced: bool) -> tuple[str, ...]:
     kept = with_cut_schedules(as_synchronous(given)) if priced else as_synchronous(given)
     # estimates do not know what split backwards cost, so they do not select them by themselves
     words = [word.strip() for word in str(kept.get("schedule", DEFAULT_SCHEDULE)).split(",")]
-    words += [ASYNC] if request.mode == "auto" and not priced else []
     return tuple(word for word in words if word in list_closed_forms())
 
 
@@ -197,7 +196,7 @@ def choose_degrees(
             fix="use another number of ranks, a larger cluster, or fewer constraints",
         )
     reach = inf if levels or pace is not None else _REACH
-    solved = _solve_each(problems, request, progress, reach)
+    solved = solve_each(problems, request, progress, reach)
     schedules = requested_schedules(request)
     found = [
         make_proposal(constrained, ChoiceTranslation(one, constrained)(choice), pace, schedules)
@@ -227,23 +226,25 @@ def choose_degrees(
     )
 
 
-def _solve_each(
+def solve_each(
     problems: Sequence[JointProblem],
     request: PlanRequest,
     progress: Callable[[Progress], None] | None,
-    reach: float,
+    reach: float = 1.0,
+    known: float = inf,
 ) -> list[JointSolution]:
     """Return each problem's solution, the more exact the closer it can be to the best of all.
 
     First plans and bounds come first. Then problems are solved in the order of their bounds, those
     above ``reach`` times the best step time only as far as to prove that. All share the time limit;
     unused time passes to the next. reach: infinite where exact step times may be far from these.
+    known: seconds from which on plans do not matter.
     """
     deadline = work_seconds() + float(request.constraints.get("time_limit", 30.0))
     found = [solve(one, time_limit=0.0, seed=request.seed) for one in problems]
     order = sorted(range(len(problems)), key=lambda number: found[number].bound)
     for at, number in enumerate(order):
-        enough = reach * min(one.objective for one in found)
+        enough = min(known, reach * min(one.objective for one in found))
         left = max(0.0, deadline - work_seconds()) / (len(problems) - at)
         if found[number].bound < enough and found[number].status != "optimal":
             found[number] = solve(
@@ -316,7 +317,7 @@ def with_degrees(request: PlanRequest) -> dict[str, int | float | str | bool]:
             "FXP109",
             where=f"mesh {request.mesh}",
             why=f"block costs are not available on a mesh with the axis {others[0]}, so that cuts "
-            "cannot be constrained and --space all cannot be searched",
+            "cannot be constrained",
             fix="use a mesh of dp and tp or cp, or remove the constraint",
         )
     sequences = {CONTEXT_AXIS: axes[CONTEXT_AXIS]} if CONTEXT_AXIS in axes else {}
@@ -326,52 +327,17 @@ def with_degrees(request: PlanRequest) -> dict[str, int | float | str | bool]:
     return {**request.constraints, "dp": data, "tp": axes.get("tp", 1), **sequences, **hybrid}
 
 
-def _check_proposable(request: PlanRequest) -> None:
-    """Raise FXP109 for constraints that need a lowered graph, and for a staleness penalty."""
-    given = request.constraints
-    if request.penalty is not None:
-        raise error(
-            "FXP109",
-            where=f"{PENALTY} with --space all",
-            why="with --space all, modes are compared by estimated step time",
-            fix=f"remove {PENALTY}, or remove --space all",
-        )
-    ignored = [key for key in ("annotations", "placements") if given.get(key)]
-    ignored += ["zero_axis"] if given.get("zero_axis", "dp") != "dp" else []
-    ignored += ["copies"] if given.get("copies") == "always" else []
-    if ignored:
-        raise error(
-            "FXP109",
-            where=", ".join(f"constraint {key}={given[key]!r}" for key in ignored),
-            why="with --space all, plans are priced block by block and no graph is lowered",
-            fix="remove the constraint, or remove --space all",
-        )
-
-
-def plan_best_choice(
-    problem: JointProblem,
-    provenance: dict[str, str],
-    request: PlanRequest,
-    captured: CapturedModel,
-    graph: fx.GraphModule,
-    info: PlanModel,
-    progress: Callable[[Progress], None] | None = None,
+def price_decisions(
+    request: PlanRequest, captured: CapturedModel, graph: fx.GraphModule, info: PlanModel
 ) -> Plan:
-    """Plan the joint problem's best choice, whether or not fxpart can train it.
+    """Return the plan of decisions that another engine trains, by the prices of single blocks.
 
-    Raises FXP2xx as compile does, and FXP109 for the mode "queue", which has trainable stages only.
+    It is for comparison only, and has no program. Raises FXP2xx as compile does.
     """
-    if request.mode == QUEUE:
-        why = "in this mode every stage has one rank, so that there are no degrees to search"
-        raise error("FXP109", where=f"mode={QUEUE}", why=why, fix="remove --space all")
-    _check_proposable(request)
-    constraints = parse_constraints(with_degrees(request))
+    problem, provenance = build_joint_problem(graph, captured, request, None, SearchSpace())
+    constraints = parse_constraints(request.constraints)
     constrained = apply_constraints(problem, constraints)
-    limit = float(request.constraints.get("time_limit", 30.0))
-    solver = str(request.constraints.get("solver", "auto"))
-    solution = solve(
-        constrained, time_limit=limit, seed=request.seed, solver=solver, progress=progress
-    )
+    solution = solve(constrained, seed=request.seed)
     if solution.choice is None:
         from fxpart.solver.joint.infeasible import explain_joint_infeasible
 

@@ -94,18 +94,14 @@ def of_model(name: str, cluster: Any, options: argparse.Namespace) -> list[dict[
 def planned(
     work: Any, cluster: Any, path: Path, constraints: dict[str, Any], microbatches: int
 ) -> Any:
-    """A program with its predictions; which recompute is asked of the planner of all plans."""
+    """A program with its predictions."""
     import fxpart
 
     given = "example_kwargs" if isinstance(work.example, dict) else "example_inputs"
     asked: Any = {
         "loss": work.loss, "microbatches": microbatches, "cost_model": path, given: work.example,
     }  # fmt: skip
-    if "recompute" not in constraints:
-        return fxpart.compile(work.model, cluster, constraints=constraints, **asked)
-    found = fxpart.propose(work.model, cluster, constraints=constraints, **asked)
-    del asked["microbatches"], asked["cost_model"]
-    return fxpart.compile(work.model, cluster, plan=found.plan, **asked)
+    return fxpart.compile(work.model, cluster, constraints=constraints, **asked)
 
 
 def run(program: Any, options: argparse.Namespace) -> TrialRun:

@@ -5,8 +5,8 @@
 GPT-3 175B, a Llama of 70 billion parameters and a mixture of a trillion on the meta device, in
 bfloat16, 1536 sequences of 2048 tokens, for 128, 1,024 and 16,384 devices of one type and of two.
 Each model has a process of its own that captures it once; for each cluster it is priced and solved
-with everything that the planner knows (``--space all``). CPU seconds of one thread. Then ``fxpart
-plan`` of what can be trained, once for each model and cluster of one type, from the shell, with
+with options of its own for each stage, of which not all can be trained. CPU seconds of one thread.
+Then ``fxpart plan``, once for each model and cluster of one type, from the shell, with
 capture: CPU seconds and seconds of wall time.
 """
 

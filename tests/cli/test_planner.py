@@ -111,7 +111,6 @@ def test_wishes_are_options(
         (("--weights", "stash"), 2, "a synchronous plan has no weight mode"),
         (("--fix", "tp=5"), 3, "allow tp 1"),
         (("--fix", "ranks=64"), 3, "ranks"),
-        (("--space", "all", "--dump-annotations", "a.toml"), 2, "omit one"),
     ],
 )
 def test_a_wish_that_cannot_be_is_one_clear_error(
@@ -123,20 +122,6 @@ def test_a_wish_that_cannot_be_is_one_clear_error(
 ) -> None:
     text = plan_of(capsys, folder, *options, status=status)
     assert any(part in text for part in word.split("|")), text
-
-
-@pytest.mark.slow
-def test_a_plan_of_everything_says_what_cannot_be_trained(
-    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
-) -> None:
-    target, path = f"{folder}/target_of_planner.py:net", str(tmp_path / "all.json")
-    call(capsys, "plan", target, "--cluster", "local:4", "--space", "all", "-o", path,
-         "--fix", "schedule=async", "--fix", "stages=2", "--fix", "dp=2")  # fmt: skip
-    plan = Plan.load(path)
-    assert plan.schedule == "async" and plan.runnable
-    text = call(capsys, "train", target, "--plan", path, "--steps", "1", status=2)
-    assert "FXP306" in text
-    assert "new plan" in call(capsys, "whatif", path, "--bandwidth", "2x")
 
 
 @pytest.mark.slow

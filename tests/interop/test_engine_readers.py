@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxpart
+from fxpart.cli.options import CommandLineRequest
+from fxpart.cli.plan_from import BY_BLOCKS, compare_with
 from fxpart.errors import FxpartError
 from fxpart.interop.engines import ENGINES, EngineRun, read_configuration
 from fxpart.interop.engines.megatron import LayerDivision
@@ -236,7 +238,7 @@ def test_plan_from_prices_today_and_what_is_faster(
     assert stored["batch_size"] == 2048 and stored["precision"] == "fp32"
     # The same decisions without --from have the same step time.
     call(
-        capsys, *command, "--space", "all", "-b", "2048", "-o", "same.json", "--fix", "pp=2",
+        capsys, *command, "-b", "2048", "-o", "same.json", "--fix", "pp=2",
         "--fix", "dp=1", "--fix", "tp=1", "--fix", "zero=0", "--fix", "recompute=full", "--fix",
         "microbatches=8", "--fix", "schedule=1f1b", "--layout", "Et|tttttL",
     )  # fmt: skip
@@ -251,16 +253,12 @@ def test_plan_from_prices_today_and_what_is_faster(
     )
     out, _ = call(capsys, *command, "--from", "engine.toml", "--json")
     virtual = json.loads(out)
-    assert virtual["constraints"]["layout"] == "Et|tt|tt|tL" and virtual["lost"] == []
-    call(
-        capsys, *command, "--space", "all", "-b", "2048", "-o", "same.json", "--fix", "pp=2",
-        "--fix", "dp=1", "--fix", "tp=1", "--fix", "zero=0", "--fix", "recompute=none", "--fix",
-        "microbatches=8", "--fix", "schedule=interleaved", "--fix", "virtual=2", "--layout",
-        "Et|tt|tt|tL",
-    )  # fmt: skip
-    same = json.loads(Path("same.json").read_text())
-    assert same["prediction"]["step_seconds"] == virtual["today"]
-    assert [stage["pieces"] for stage in same["stages"]] == [[[0, 0], [3, 4]], [[1, 2], [5, 5]]]
+    assert virtual["constraints"]["layout"] == "Et|tt|tt|tL"
+    assert virtual["lost"] == [BY_BLOCKS]
+    request = CommandLineRequest("layers.py:work", command[-1], None, None, None, "auto", (), None)
+    today = compare_with(request, "engine.toml").today
+    assert today is not None and today.prediction.expected_seconds == virtual["today"]
+    assert [stage.pieces for stage in today.stages] == [((0, 0), (3, 4)), ((1, 2), (5, 5))]
     out, _ = call(capsys, *command, "--from", "run.sh")
     said = f"```console\n$ fxpart {' '.join(command)} --from run.sh\n{out}```\n"
     page = (Path(fxpart.__file__).parent / "docs/other_engines.md").read_text("utf-8")

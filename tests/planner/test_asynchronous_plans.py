@@ -345,16 +345,6 @@ def test_microbatches_are_chosen_with_few_updates_missed() -> None:
     assert all(o.microbatches <= plan.microbatches or o.step_seconds > mine for o in others)
 
 
-@pytest.mark.slow
-def test_all_that_the_planner_knows_under_a_weight_mode() -> None:
-    found = fxpart.api.propose(
-        net(), "local:4", example_inputs=BATCH, loss=nn.functional.cross_entropy, microbatches=4,
-        constraints={"stages": 2}, mode="async", weights="stash",
-    )  # fmt: skip
-    assert (found.plan.schedule, found.plan.weights) == ("async", "stash")
-    assert found.problem.weights == "stash" and found.plan.problems() == ()
-
-
 def aged(seconds: float, stale: int) -> Plan:
     """The plan with this time and this staleness of its first stage."""
     was = asynchronous()

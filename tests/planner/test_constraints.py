@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxpart
-from fxpart.api import Program, propose
+from fxpart.api import Program
 from fxpart.compiler import BLOCKS_KEY
 from fxpart.errors import FxpartError
 from fxpart.plan.constraint_table import CONSTRAINTS
@@ -251,40 +251,6 @@ def test_constraints_beside_an_applied_plan(constraints: dict[str, Any], code: s
     with pytest.raises(FxpartError, match=code):
         compiled(constraints, plan=plan)
     assert compiled({"stages": 2, "stage": "last=1", "mesh": "none"}, plan=plan).plan is plan
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("constraints", "code"),
-    [
-        ({"mesh": "dp=2", "stages": 2}, ""),
-        ({"mesh": "none", "stages": 2, "stage": "last=1"}, ""),
-        ({"pp": "3,4", "recompute": "full"}, ""),
-        ({"mesh": "x=2"}, "FXP109"),
-        ({"mesh": "dp=2", "placements": "annotated"}, "FXP109"),
-        ({"mesh": "tp=2", "zero": 1, "zero_axis": "tp"}, "FXP109"),
-        ({"copies": "always"}, "FXP109"),
-        ({"ranks": 2}, "FXP202"),
-    ],
-)
-def test_plans_of_all_kinds(constraints: dict[str, Any], code: str) -> None:
-    """Also where nothing is lowered, and blocks are priced one by one."""
-    batch = torch.randn(8, 8), torch.randn(8, 4)
-    make = partial(
-        propose, Layered(), "local:4", example_inputs=batch, loss=nn.MSELoss(),
-        constraints=constraints,
-    )  # fmt: skip
-    if code:
-        with pytest.raises(FxpartError, match=code):
-            make()
-        return
-    plan = make().plan
-    if "mesh" in constraints:
-        assert {s.data_parallel for s in plan.stages} == {2 if "dp" in constraints["mesh"] else 1}
-        assert len(plan.stages) == 2
-    else:
-        assert len(plan.stages) in (3, 4)
-        assert {stage.recompute for stage in plan.stages} == {"full"}
 
 
 @pytest.mark.slow

@@ -136,15 +136,6 @@ def test_a_rank_misses_no_more_than_its_stage_may() -> None:
     assert ["more than stage 2 may miss" in str(fault) for fault in wrong.problems()] == [True]
 
 
-@pytest.mark.slow
-def test_what_is_only_planned_has_no_queues() -> None:
-    with pytest.raises(FxpartError, match="every stage has one rank"):
-        fxpart.propose(
-            model(), "local:2", example_inputs=batch(), loss=nn.functional.cross_entropy,
-            mode="queue",
-        )  # fmt: skip
-
-
 def test_explain_and_diff_say_so() -> None:
     plan = mixed().plan
     text = explain(plan)

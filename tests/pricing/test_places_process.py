@@ -79,13 +79,12 @@ def test_other_devices_have_no_process_in_their_memory() -> None:
 
 
 @pytest.mark.slow
-def test_plans_of_all_that_is_known_say_what_processes_take() -> None:
-    """Those of stages that recompute, too."""
+def test_plans_of_stages_that_recompute_say_what_processes_take() -> None:
     built, model = (
         ZOO["mlp"].build(),
         Weighing(ContentionProfile(baseline=300 << 20, overhead=0.25)),
     )
-    plan = fxpart.propose(
+    plan = fxpart.compile(
         built.model, _cluster(GIB), example_inputs=built.batch, loss=built.loss, microbatches=2,
         cost_model=model, constraints={"dp": 1, "tp": 1, "stages": 2, "recompute": "full"},
     ).plan  # fmt: skip

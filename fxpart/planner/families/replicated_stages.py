@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -123,7 +122,7 @@ def find_replicated_plan(front: PreparedModel, microbatches: int | None) -> Foun
     fitting = (one for one in found if not find_overfull_ranks(one[0]))
     if not is_measured(request.cost_model, request.cluster):
         return next(fitting, None)  # candidates are in the order of their step times
-    return min(fitting, key=partial(_seconds, request), default=None)
+    return min(fitting, key=lambda one: plan_seconds(one[0], request.cost_model), default=None)
 
 
 def _price_replicas(
@@ -160,17 +159,17 @@ def _price_replicas(
 def choose_fastest_plan(
     front: PreparedModel,
     microbatches: int | None,
-    find_equal_stages: Callable[[PreparedModel], Found],
-) -> tuple[Plan, GeneratedProgram, bool]:
-    """Return the fastest of equal stages, replicated stages, and one device kind only.
+    find_equal_stages: Callable[[PreparedModel], PlanSearchResult],
+) -> PlanSearchResult:
+    """Return the fastest of equal stages, of replicated stages, and of one device kind.
 
     Plans are compared as those of different meshes. find_equal_stages: returns the best plan of
     equal stages of a request; raises FXP2xx where there is none, as this function does where there
     is no plan of any kind. Where a number of ranks is fixed, plans with that number take
-    precedence. Returns the plan, its program, and whether it is the one with equal stages.
+    precedence.
     """
     request = front.request
-    candidates: list[tuple[str, Found]] = []
+    candidates: list[tuple[str, PlanSearchResult]] = []
     fault: FxpartError | None = None
     try:
         candidates.append((_EQUAL_STAGES, find_equal_stages(_fill_ranks(front))))
@@ -182,8 +181,9 @@ def choose_fastest_plan(
             made = find_equal_stages(replace(front, request=part))
         except FxpartError:
             continue
-        candidates.append((f"{name} only", (_onto_cluster(made[0], request, indices), made[1])))
-    for fixed in _list_meshes(request, [plan for _, (plan, _) in candidates]):
+        plan = _onto_cluster(made.plan, request, indices)
+        candidates.append((f"{name} only", PlanSearchResult(plan, made.parts)))
+    for fixed in _list_meshes(request, [one.plan for _, one in candidates]):
         candidates += _find_replicas(replace(front, request=fixed), microbatches)
     if not candidates:
         assert fault is not None, "equal stages were tried first"
@@ -192,23 +192,25 @@ def choose_fastest_plan(
         candidates,
         key=lambda one: (_has_other_rank_count(one[1], request), _seconds(request, one[1])),
     )
-    name, (plan, parts) = ranked[0]
     reason = "; ".join(f"{kind}: {units.seconds(_seconds(request, one))}" for kind, one in ranked)
+    best = ranked[0][1]
     with_reason = msgspec.structs.replace(
-        plan,
-        provenance={**plan.provenance, "kinds": reason},
+        best.plan,
+        provenance={**best.plan.provenance, "kinds": reason},
         constraints=dict(request.constraints),
     )
-    return with_reason, parts, name == _EQUAL_STAGES
+    return replace(best, plan=with_reason)
 
 
-def _find_replicas(front: PreparedModel, microbatches: int | None) -> list[tuple[str, Found]]:
+def _find_replicas(
+    front: PreparedModel, microbatches: int | None
+) -> list[tuple[str, PlanSearchResult]]:
     """Return the best plan with replicas and its description, if there is one."""
     try:
         found = find_replicated_plan(front, microbatches)
     except FxpartError:
         return []  # the error of equal stages is raised if no plan is found
-    return [] if found is None else [(_describe_replicas(found[0]), found)]
+    return [] if found is None else [(_describe_replicas(found[0]), PlanSearchResult(*found))]
 
 
 def _list_meshes(request: PlanRequest, plans: Sequence[Plan]) -> list[PlanRequest]:
@@ -234,9 +236,9 @@ def _fill_ranks(front: PreparedModel) -> PreparedModel:
     return replace(front, request=replace(request, stages=(count, count)))
 
 
-def _has_other_rank_count(found: Found, request: PlanRequest) -> bool:
+def _has_other_rank_count(found: PlanSearchResult, request: PlanRequest) -> bool:
     """Return whether another number of ranks is fixed, as by torchrun."""
-    return request.ranks not in (None, found[0].world)
+    return request.ranks not in (None, found.plan.world)
 
 
 def _split_by_kind(request: PlanRequest) -> Iterator[tuple[str, tuple[int, ...], PlanRequest]]:
@@ -268,8 +270,8 @@ def _onto_cluster(plan: Plan, request: PlanRequest, indices: Sequence[int]) -> P
     )
 
 
-def _seconds(request: PlanRequest, found: Found) -> float:
-    return plan_seconds(found[0], request.cost_model)
+def _seconds(request: PlanRequest, found: PlanSearchResult) -> float:
+    return plan_seconds(found.plan, request.cost_model)
 
 
 def _describe_replicas(plan: Plan) -> str:
@@ -292,16 +294,7 @@ class ReplicatedStagesFamily:
 
     def plan(self, context: ModelContext) -> PlanSearchResult:
         """Return the fastest of these plans and those with equal stages."""
-        made: list[PlanSearchResult] = []
-
-        def find_equal_stages(part: PreparedModel) -> Found:
-            made.append(context.search(part))
-            return made[-1].plan, made[-1].parts
-
-        plan, parts, same = choose_fastest_plan(
-            context.front, context.microbatches, find_equal_stages
-        )
-        return PlanSearchResult(plan, parts, made[0].problem if same else None)
+        return choose_fastest_plan(context.front, context.microbatches, context.search)
 
 
 REPLICATED_STAGES = ReplicatedStagesFamily()

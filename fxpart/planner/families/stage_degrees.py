@@ -1,16 +1,15 @@
-"""Plans whose stages have the tensor degrees that the constraints give them, such as "1|2".
+"""Plans whose stages have different tensor degrees: those of the constraints.
 
 Cuts, devices and microbatches are chosen by the costs of single blocks, as for the search of
-degrees. A stage of degree 1 runs on one rank (of each data-parallel replica) what the ranks of the
-other stages share.
+degrees, with a proven bound. A stage of degree 1 runs on one rank (of each data-parallel replica)
+what the ranks of the other stages share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
-from math import prod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,7 +22,12 @@ from fxpart.plan.constraint_table import DATA_AXIS
 from fxpart.plan.runtime_support import require
 from fxpart.plan.schedule import recomputed
 from fxpart.planner.constraints import list_stage_degrees
-from fxpart.planner.degrees import build_joint_problem, make_trainable_space, plan_choice
+from fxpart.planner.degrees import (
+    build_joint_problem,
+    make_trainable_space,
+    plan_choice,
+    solve_each,
+)
 from fxpart.planner.plan_builder import ties_of
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.sharding_decision import ShardingAssumptions, shard_graph
@@ -31,94 +35,16 @@ from fxpart.program.edges import find_stage_edges
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.constraints.apply import apply_constraints, with_options
 from fxpart.solver.joint.constraints.parse import parse_constraints
-from fxpart.solver.joint.objective import JointScorer, degrees
-from fxpart.solver.joint.portfolio import solve
-from fxpart.solver.joint.problem import JointChoice, JointProblem, JointSolution
+from fxpart.solver.joint.portfolio import status_of
+from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.schedule_costs import has_pieces
-from fxpart.solver.work import work_seconds
 
 if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster
+    from fxpart.codegen.generated_program import GeneratedProgram
+    from fxpart.plan.model import Plan
+    from fxpart.planner.prepared_model import PreparedModel
     from fxpart.planner.request import PlanRequest
-
-_STARTS = 64  # most assignments of device types to stages from which a search starts
-_Rank = tuple[float, int, float]  # excess of memory, other violations, seconds
-
-
-@dataclass(frozen=True)
-class StageDegreeSearch:
-    """Search for cuts, options and microbatches of stages with given tensor degrees.
-
-    problem: its options have the same data degree. tensor: of each stage.
-    """
-
-    problem: JointProblem
-    tensor: tuple[int, ...]
-    deadline: float
-
-    def find_best(self) -> tuple[_Rank, JointChoice] | None:
-        """Return the best choice found by moving one cut or option at a time; None: no options."""
-        problem, scorer = self.problem, JointScorer(self.problem)
-        by_stage = [
-            [k for k in range(len(problem.options)) if degrees(problem, k)[1] == tensor]
-            for tensor in self.tensor
-        ]
-        if not all(by_stage) or len(problem.blocks) < len(self.tensor):
-            return None
-        pools = [list(dict.fromkeys(problem.options[k].pool for k in own)) for own in by_stage]
-        every = list(product(*pools)) if prod(map(len, pools)) <= _STARTS else [()]
-        best: tuple[_Rank, JointChoice] | None = None
-        names = [name for name in problem.schedules if not has_pieces(name)]
-        for schedule, count, assigned in product(names, problem.microbatches, every):
-            options = tuple(
-                next(k for k in own if not assigned or problem.options[k].pool == assigned[at])
-                for at, own in enumerate(by_stage)
-            )
-            blocks, stages = len(problem.blocks), len(self.tensor)
-            choice = JointChoice(
-                microbatches=count, schedule=schedule, options=options,
-                starts=tuple(at * blocks // stages for at in range(stages)),
-            )  # fmt: skip
-            found = self._improve(scorer, choice, by_stage)
-            best = found if best is None else min(best, found, key=lambda one: one[0])
-            if work_seconds() > self.deadline:
-                break
-        return best
-
-    def _improve(
-        self, scorer: JointScorer, choice: JointChoice, by_stage: Sequence[Sequence[int]]
-    ) -> tuple[_Rank, JointChoice]:
-        best = self._rank(scorer, choice), choice
-        while work_seconds() <= self.deadline:
-            found = min(
-                ((self._rank(scorer, one), one) for one in self._neighbors(best[1], by_stage)),
-                key=lambda one: one[0],
-                default=best,
-            )
-            if found[0] >= best[0]:
-                break
-            best = found
-        return best
-
-    def _neighbors(
-        self, choice: JointChoice, by_stage: Sequence[Sequence[int]]
-    ) -> Iterator[JointChoice]:
-        """Yield the choices that differ in one cut or in one stage's option."""
-        edges = (*choice.starts, len(self.problem.blocks))
-        for at in range(1, len(choice.starts)):
-            for start in range(edges[at - 1] + 1, edges[at + 1]):
-                starts = (*choice.starts[:at], start, *choice.starts[at + 1 :])
-                yield msgspec.structs.replace(choice, starts=starts)
-        for at, own in enumerate(by_stage):
-            for option in own:
-                options = (*choice.options[:at], option, *choice.options[at + 1 :])
-                yield msgspec.structs.replace(choice, options=options)
-
-    def _rank(self, scorer: JointScorer, choice: JointChoice) -> _Rank:
-        found = scorer.evaluate(choice)
-        excess = [max(0, s.memory.total - s.memory_limit) / s.memory_limit for s in found.stages]
-        others = len(found.faults) - sum(each > 0 for each in excess)
-        return sum(excess), others, found.seconds
 
 
 class StageDegreesFamily:
@@ -135,90 +61,124 @@ class StageDegreesFamily:
         """Return the best plan found. Raises FXP204 where none fits."""
         front, request = context.front, context.front.request
         tensor = list_stage_degrees(request.constraints)
-        space = replace(
-            make_trainable_space(front.captured), tensor=tuple(sorted(set(tensor))), expert=(1,),
-            context=(1,), zero=(0,), uniform=False,
-        )  # fmt: skip
-        whole, provenance = build_joint_problem(
-            front.graph, front.captured, request, context.microbatches, space
-        )
-        problem, solution, data = _solve(whole, request, tensor)
-        plan = plan_choice(
-            problem, solution, provenance, request, front.captured, front.graph, front.info
-        )
-        axes = (*([(DATA_AXIS, data)] if data > 1 else []), ("tp", max(tensor)))
-        widest = max(plan.stages, key=lambda stage: len(stage.ranks))
-        devices = tuple(plan.device(rank) for rank in widest.ranks)
-        mine = replace(
-            request,
-            cluster=msgspec.structs.replace(request.cluster, devices=devices),
-            mesh=Mesh(axes), open=False,
-        )  # fmt: skip
-        assumed = ShardingAssumptions(plan.microbatches, len(tensor))
-        starts = tuple(stage.first for stage in plan.stages)
-        ranks = tuple(len(stage.ranks) for stage in plan.stages)
-        sharded = place_on_stages(
-            shard_graph(
-                front.graph, front.captured, mine, front.annotations, assumed, front.shardings
-            ),
-            ranks,
-            starts,
-        )
-        parts = generate_program(
-            front.captured, front.graph, sharded, starts, plan.seed, (), plan.transfer_dtype,
-            tuple(recomputed(plan)), microbatches=plan.microbatches, stage_ranks=ranks,
-        )  # fmt: skip
-        edges = tuple(
-            (edge.source, edge.target, edge.backward) for edge in find_stage_edges(parts.spec)
-        )
-        made = msgspec.structs.replace(
-            plan, sharding=plan_sharding(sharded), edges=edges, ties=ties_of(parts.spec)
-        )
-        require(made, f"tp={request.constraints.get('tp', '')}")
-        return PlanSearchResult(made.validate(), parts, problem)
-
-
-def _solve(
-    whole: JointProblem, request: PlanRequest, tensor: Sequence[int]
-) -> tuple[JointProblem, JointSolution, int]:
-    """Return the problem of the best data degree, its solution, and that degree."""
-    count = len(tensor)
-    constrained = msgspec.structs.replace(
-        apply_constraints(whole, parse_constraints(request.constraints)),
-        min_stages=count, max_stages=count,
-    )  # fmt: skip
-    found: list[tuple[_Rank, JointProblem, JointChoice, int]] = []
-    bounds: list[float] = []
-    limit = float(request.constraints.get("time_limit", 30.0))
-    data_degrees = sorted({option.data for option in constrained.options})
-    for left, data in zip(range(len(data_degrees), 0, -1), data_degrees, strict=True):
-        if request.ranks not in (None, data * sum(tensor)):
-            continue
-        kept = [option for option in constrained.options if option.data == data]
-        problem = with_options(constrained, kept)
-        search = StageDegreeSearch(problem, tuple(tensor), work_seconds() + limit / left)
-        best = search.find_best()
-        if best is not None:
-            found.append((best[0], problem, best[1], data))
-            bounds.append(solve(problem, time_limit=0.0, seed=request.seed).bound)
-    (excess, others, seconds), problem, choice, data = min(
-        found, key=lambda one: one[0], default=((1.0, 1, 0.0), constrained, None, 0)
-    )
-    if choice is None or excess or others:
-        needed = f"{sum(tensor)} devices" if choice is None or others else "more memory"
+        found = _search(front, context.microbatches, _list_named, inf)
+        if found is not None:
+            return found
         raise error(
             "FXP204",
             where=f"tp={request.constraints.get('tp', '')} on {request.cluster.name}",
             why="no stages with these tensor degrees fit the devices, the batch and the other "
-            f"constraints: they need {needed}",
+            f"constraints: they need {sum(tensor)} devices for each data-parallel rank, and memory",
             fix="use a cluster with more devices or memory, smaller degrees, or fewer constraints",
         )
-    bound = min(seconds, *bounds)
-    solution = JointSolution(
-        status="best found", choice=choice, objective=seconds, bound=bound,
-        solver="local search", candidates=(choice,),
+
+
+def _search(
+    front: PreparedModel,
+    microbatches: int | None,
+    split: Callable[[JointProblem, PlanRequest], Sequence[JointProblem]],
+    known: float,
+) -> PlanSearchResult | None:
+    """Return the best plan below ``known`` seconds of the problems into which a space is split."""
+    request = front.request
+    space = replace(
+        make_trainable_space(front.captured), expert=(1,), context=(1,), zero=(0,), uniform=False
+    )
+    if named := list_stage_degrees(request.constraints):
+        space = replace(space, tensor=tuple(sorted(set(named))))
+    whole, provenance = build_joint_problem(
+        front.graph, front.captured, request, microbatches, space
+    )
+    names = tuple(name for name in whole.schedules if not has_pieces(name))
+    if not names:
+        return None
+    whole = msgspec.structs.replace(whole, schedules=names)
+    problems = split(apply_constraints(whole, parse_constraints(request.constraints)), request)
+    solved = solve_each(problems, request, None, known=known)
+    found = [
+        (one.objective, problem, one)
+        for problem, one in zip(problems, solved, strict=True)
+        if one.choice is not None
+        and one.objective < known
+        and len(set(_tensor(problem, one.choice))) > 1
+    ]
+    if not found:
+        return None
+    seconds, problem, best = min(found, key=lambda one: one[0])
+    bound = min(seconds, *(one.bound for one in solved if one.status != "infeasible"))
+    solution = msgspec.structs.replace(best, status=status_of(seconds, bound), bound=bound)
+    plan = plan_choice(
+        problem, solution, provenance, request, front.captured, front.graph, front.info
+    )
+    degrees = sorted({(option.data, *_tensor_degrees(each)) for each in problems
+                      for option in each.options})  # fmt: skip
+    words = ", ".join(f"{data} x {' or '.join(map(str, tensor))}" for data, *tensor in degrees)
+    assert plan.certificate is not None, "a joint plan has a certificate"
+    over = f"dp x tp of each stage {words}; {plan.certificate.over}"
+    certificate = msgspec.structs.replace(plan.certificate, over=over)
+    plan = msgspec.structs.replace(plan, certificate=certificate)
+    return PlanSearchResult(*_generate(front, plan), problem)
+
+
+def _tensor(problem: JointProblem, choice: JointChoice) -> tuple[int, ...]:
+    """Return the tensor degree of each stage."""
+    return tuple(problem.layouts[problem.options[o].layout].tensor for o in choice.options)
+
+
+def _tensor_degrees(problem: JointProblem) -> tuple[int, ...]:
+    """Return the tensor degrees of a problem's options."""
+    return tuple(sorted({layout.tensor for layout in problem.layouts}))
+
+
+def _list_named(problem: JointProblem, request: PlanRequest) -> Sequence[JointProblem]:
+    """Return the problem of each data degree whose stages have the degrees of the constraints."""
+    width = sum(problem.stage_tensor)
+    return [
+        one
+        for one in _split_data(problem)
+        if request.ranks in (None, one.options[0].data * width)
+        and {*problem.stage_tensor} <= {*_tensor_degrees(one)}
+    ]
+
+
+def _split_data(problem: JointProblem) -> Iterator[JointProblem]:
+    """Yield the problem of each data degree."""
+    for data in sorted({option.data for option in problem.options}):
+        yield with_options(problem, [option for option in problem.options if option.data == data])
+
+
+def _generate(front: PreparedModel, plan: Plan) -> tuple[Plan, GeneratedProgram]:
+    """Return the plan with placements, and its program."""
+    request = front.request
+    data, tensor = plan.stages[0].data_parallel, [s.tensor_parallel for s in plan.stages]
+    axes = (*([(DATA_AXIS, data)] if data > 1 else []), ("tp", max(tensor)))
+    widest = max(plan.stages, key=lambda stage: len(stage.ranks))
+    devices = tuple(plan.device(rank) for rank in widest.ranks)
+    mine = replace(
+        request,
+        cluster=msgspec.structs.replace(request.cluster, devices=devices),
+        mesh=Mesh(axes), open=False,
     )  # fmt: skip
-    return problem, solution, data
+    assumed = ShardingAssumptions(plan.microbatches, len(tensor))
+    starts = tuple(stage.first for stage in plan.stages)
+    ranks = tuple(len(stage.ranks) for stage in plan.stages)
+    sharded = place_on_stages(
+        shard_graph(front.graph, front.captured, mine, front.annotations, assumed, front.shardings),
+        ranks,
+        starts,
+    )
+    parts = generate_program(
+        front.captured, front.graph, sharded, starts, plan.seed, (), plan.transfer_dtype,
+        tuple(recomputed(plan)), microbatches=plan.microbatches, stage_ranks=ranks,
+    )  # fmt: skip
+    edges = tuple(
+        (edge.source, edge.target, edge.backward) for edge in find_stage_edges(parts.spec)
+    )
+    made = msgspec.structs.replace(
+        plan, sharding=plan_sharding(sharded), edges=edges, ties=ties_of(parts.spec)
+    )
+    require(made, f"tp={'|'.join(map(str, tensor))}")
+    return made.validate(), parts
 
 
 STAGE_DEGREES = StageDegreesFamily()

@@ -94,7 +94,7 @@ class DeviceCountProgram:
         branch = self.branch
         code = np.array([branch.units * self._all], dtype=np.int64)
         rows, dropped = [_States(code, np.zeros(1))], inf
-        ahead, arcs, level = np.zeros((2, 0)), None, -1
+        ahead, arcs, level = np.zeros((2, 0)), None, (-1, 0)
         best, stages = inf, 0
         for q in range(1, branch.high + 1):
             if work_seconds() > self.deadline:
@@ -147,7 +147,7 @@ class DeviceCountProgram:
         """Return minimum filling, and minimum of filling and price, of earlier units, (2, units +
         1)."""
         branch = self.branch
-        table = costs.under(q)
+        table = costs.under(q, any_devices=True)
         each = prices[branch.entries.pool] * branch.entries.size
         by_class = np.stack((table.min(axis=0), (table + each[:, None]).min(axis=0)))
         bands = by_class[:, branch.band]

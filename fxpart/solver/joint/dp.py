@@ -18,7 +18,7 @@ import numpy as np
 
 from fxpart.solver.joint.arrays import Floats, Ints, Mask
 from fxpart.solver.joint.block_runs import BlockRuns
-from fxpart.solver.joint.problem import JointChoice
+from fxpart.solver.joint.problem import JointChoice, count_stage_devices
 from fxpart.solver.joint.tables import StageEntries
 from fxpart.solver.schedule_costs import (
     count_stage_in_flight,
@@ -130,24 +130,32 @@ class BranchCosts:
         source = entries.load if longest else entries.filling
         self._values = np.where(entries.load <= threshold, source, inf)
         self._ranked = np.sort(entries.flights[entries.load <= threshold])
-        self._kept: dict[int, Floats] = {}
+        self._kept: dict[tuple[int, int], Floats] = {}
 
-    def level(self, q: int) -> int:
-        """Return a number that is equal for numbers of stages to go with equal costs."""
-        return int(np.searchsorted(self._ranked, self.branch.flying(q), side="left"))
+    def level(self, q: int) -> tuple[int, int]:
+        """Return what is equal for numbers of stages to go with equal costs."""
+        level = int(np.searchsorted(self._ranked, self.branch.flying(q), side="left"))
+        return level, count_stage_devices(self.branch.runs.problem, q)
 
-    def under(self, q: int) -> Floats:
-        """Return minima by (group, class) for a stage with q to go; the last column is infinite."""
-        level = self.level(q)
-        if level not in self._kept:
+    def under(self, q: int, *, any_devices: bool = False) -> Floats:
+        """Return minima by (group, class) for a stage with q to go; the last column is infinite.
+
+        any_devices: also where the problem gives the tensor degree of the stage.
+        """
+        level, devices = self.level(q)
+        if any_devices:
+            devices = 0
+        if (level, devices) not in self._kept:
             branch = self.branch
             table = np.full((branch.groups, branch.classes + 1), inf)
             cells = branch._cells
             if len(cells):
                 least = np.minimum.reduceat(self._admitted(q), cells)
                 table[branch.entries.group[cells], branch.cls[cells]] = least
-            self._kept[level] = table
-        return self._kept[level]
+            if devices:
+                table[branch.entries.size != devices] = inf
+            self._kept[level, devices] = table
+        return self._kept[level, devices]
 
     def entry(self, q: int, group: int, cls: int) -> int:
         """Return the first entry of a group and class that has the minimum cost with q to go."""

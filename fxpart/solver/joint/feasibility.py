@@ -22,6 +22,7 @@ from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
     count_option_devices,
+    count_stage_devices,
 )
 from fxpart.solver.schedule_costs import has_pieces, needs_whole_depth
 from fxpart.solver.suffix_dp import SolverTimeout
@@ -197,7 +198,8 @@ class _FeasibilityProgram:
         for to_end in range(1, allowed.stop):
             self._check()
             deep = self._deep(allowed, to_end)
-            steps.append(self._grown(steps[-1], self._pinned(to_end, stages), deep))
+            ways = self._allowed(to_end)
+            steps.append(self._grown(steps[-1], self._pinned(to_end, stages), deep, ways))
             if to_end in allowed and steps[-1][0].min() <= there:
                 return self._traced(steps, stages, allowed)
         return None
@@ -219,12 +221,19 @@ class _FeasibilityProgram:
             mask &= inside if place == to_end else (last < pin.first) | (pin.last < first)
         return mask
 
-    def _grown(self, after: Bytes, pinned: Mask, deep: int) -> Bytes:
+    def _allowed(self, to_end: int) -> list[_IntervalDepths]:
+        """Return the ways of the stage so far from the end."""
+        wanted = count_stage_devices(self.problem, to_end)
+        return [way for way in self.ways if wanted in (0, way.devices)]
+
+    def _grown(
+        self, after: Bytes, pinned: Mask, deep: int, ways: Sequence[_IntervalDepths]
+    ) -> Bytes:
         """Return the devices needed with one more stage in front."""
         n, width = len(self.problem.blocks), after.shape[1]
         need = np.full_like(after, _NONE)
         rows = max(1, _CHUNK // (n * width))
-        for way in self.ways:
+        for way in ways:
             mask = pinned & (way.depth >= deep)
             shift, add = self._takes(way)
             for low in range(0, n, rows):
@@ -249,6 +258,7 @@ class _FeasibilityProgram:
                     (block, unit),
                     self._pinned(to_end, stages)[block],
                     self._deep(allowed, to_end),
+                    self._allowed(to_end),
                 )
             )
             starts.append(block)
@@ -262,11 +272,17 @@ class _FeasibilityProgram:
         )
 
     def _behind(
-        self, after: Bytes, wanted: int, place: tuple[int, int], pinned: Mask, deep: int
+        self,
+        after: Bytes,
+        wanted: int,
+        place: tuple[int, int],
+        pinned: Mask,
+        deep: int,
+        ways: Sequence[_IntervalDepths],
     ) -> Iterator[tuple[int, int, int]]:
         """Return (next block, units left, option) that yields the need at (block, units)."""
         block, unit = place
-        for way in self.ways:
+        for way in ways:
             shift, add = self._takes(way)
             if shift > unit:
                 continue

@@ -45,6 +45,8 @@ def accepts(problem: JointProblem) -> str | None:
     """Return why CP-SAT does not support this problem, or None if it does."""
     if any(map(has_pieces, problem.schedules)):
         return f"The CP-SAT model has no {INTERLEAVED} stages."
+    if problem.stage_tensor:
+        return "The CP-SAT model has no tensor degrees by stage."
     n = len(problem.blocks)
     size = n * (n + 1) // 2 * len(problem.options)
     if size > _MOST_ARCS:

@@ -93,9 +93,9 @@ class LagrangeMultipliers:
         width = branch.width
         row = np.full(branch.units + width, inf)
         row[branch.units] = 0.0
-        rows, bands = [row], dict[int, Floats]()
+        rows, bands = [row], dict[tuple[int, int], Floats]()
         for q in range(1, branch.high + 1):
-            level = costs.level(q) if not branch.runs.problem.pins else -q
+            level = costs.level(q) if not branch.runs.problem.pins else (-q, 0)
             if level not in bands:
                 bands = {level: self._band(costs, each, q)}
             last = np.flatnonzero(row < inf)

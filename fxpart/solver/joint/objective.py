@@ -301,6 +301,9 @@ def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
     )
     if problem.uniform and len({uniform_degrees(problem, o) for o in choice.options}) > 1:
         faults.append("stages of different degrees, ZeRO levels or shard degrees")
+    tensor = tuple(problem.layouts[problem.options[o].layout].tensor for o in choice.options)
+    if problem.stage_tensor not in ((), tensor):
+        faults.append(f"tensor degrees {tensor}, requested are {problem.stage_tensor}")
     return faults
 
 

@@ -196,7 +196,8 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     can need; an option without one cannot be chosen with that count (nor if data * m exceeds the
     batch). no_cut_after: no stage may end after these blocks; cut_after: a stage must end after
     these. pins: constraints. virtual: stages per rank that "interleaved" may use. uniform: every
-    stage has the same data, tensor and expert degree, ZeRO level and shard degree. weights: the
+    stage has the same data, tensor and expert degree, ZeRO level and shard degree. stage_tensor:
+    the tensor degree of each stage, if given; all options then have one data degree. weights: the
     weight mode of "async". worst: all devices and links were priced as the slowest of them.
     offloads: that remedies may name. Bubble and memory of the schedules:
     :mod:`fxpart.solver.schedule_costs`.
@@ -223,6 +224,7 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     cut_after: tuple[int, ...] = ()
     pins: tuple[StagePin, ...] = ()
     uniform: bool = False
+    stage_tensor: tuple[int, ...] = ()
     worst: bool = False
     offloads: tuple[Offload, ...] = ()
 
@@ -259,6 +261,13 @@ class JointSolution(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fiel
 def count_option_devices(problem: JointProblem, option: ParallelOption) -> int:
     """Return the devices of a stage with this option."""
     return option.data * problem.layouts[option.layout].tensor
+
+
+def count_stage_devices(problem: JointProblem, to_end: int) -> int:
+    """Return the devices that the stage so far from the end must have; 0: any number."""
+    if not 0 < to_end <= len(problem.stage_tensor):
+        return 0
+    return problem.options[0].data * problem.stage_tensor[-to_end]
 
 
 def count_microbatch_rows(batch: int, microbatches: int, data: int) -> int:

@@ -66,6 +66,11 @@ def _check_constraints(problem: JointProblem) -> Iterator[_Fault]:
     for name in ("no_cut_after", "cut_after"):
         if any(not 0 <= b < n for b in getattr(problem, name)):
             yield name, f"A block is not one of 0 to {n - 1}."
+    if given := len(problem.stage_tensor):
+        if not given == problem.min_stages == problem.max_stages:
+            yield "stage_tensor", f"It has the degrees of {given} stages, others are allowed."
+        if len({option.data for option in problem.options}) > 1:
+            yield "stage_tensor", "The options have several data degrees."
     for index, pin in enumerate(problem.pins):
         if not 0 <= pin.first <= pin.last < n:
             yield f"pins[{index}]", f"Blocks {pin.first} to {pin.last} are not among {n}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import count
 from math import inf
 
@@ -16,7 +17,9 @@ from fxpart.solver.joint import interleaved_search
 from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.bounds import CheapBounds
+from fxpart.solver.joint.constraints.apply import with_options
 from fxpart.solver.joint.enumeration import choices
+from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.objective import JointScorer, evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointProblem, JointSolution, StagePin
@@ -48,6 +51,34 @@ def test_forty_random_problems() -> None:
     best = [check(random_problem(seed)) for seed in range(20)]
     best += [check(rich_problem(seed)) for seed in range(20)]
     assert 10 <= sum(b.choice is None for b in best) <= 30
+
+
+def by_stage(problem: JointProblem, seed: int) -> JointProblem:
+    """With one data degree, and a tensor degree for each stage."""
+    rng = random.Random(seed)
+    data = rng.choice([option.data for option in problem.options])
+    kept = [option for option in problem.options if option.data == data]
+    tensor = sorted({problem.layouts[option.layout].tensor for option in kept})
+    given = tuple(rng.choice(tensor) for _ in range(rng.randint(1, min(3, len(problem.blocks)))))
+    pools = tuple(replace(pool, devices=9, memory=2 * pool.memory) for pool in problem.pools)
+    return msgspec.structs.replace(
+        with_options(problem, kept), uniform=False, stage_tensor=given, min_stages=len(given),
+        max_stages=len(given), pools=pools,
+    )  # fmt: skip
+
+
+def test_tensor_degrees_by_stage() -> None:
+    """Plans, bounds, and whether anything fits are those of enumeration."""
+    made = [by_stage(draw(seed), seed) for draw in (random_problem, rich_problem)
+            for seed in range(20)]  # fmt: skip
+    best = [check(problem) for problem in made]
+    for problem, one in zip(made, best, strict=True):
+        assert (find_feasible_joint_choice(problem, inf) is None) == (one.choice is None)
+    unequal = [len(set(p.stage_tensor)) > 1 for p in made]
+    assert sum(u and b.choice is not None for u, b in zip(unequal, best, strict=True)) > 2
+    wrong = msgspec.structs.replace(made[0], stage_tensor=(1,) * 9)
+    with pytest.raises(FxpartError, match="FXP206"):
+        solve(wrong)
 
 
 def test_a_busy_machine_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:

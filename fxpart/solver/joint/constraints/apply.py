@@ -57,6 +57,13 @@ def _decision(problem: JointProblem, constraint: PlanConstraint) -> JointProblem
             for index, option in enumerate(problem.options)
             if keeps(degrees(problem, index)[place])
         ]
+        if constraint.by_stage:
+            count = len(values)
+            fits = problem.min_stages <= count <= problem.max_stages
+            problem = msgspec.structs.replace(
+                problem, stage_tensor=constraint.numbers, min_stages=count, max_stages=count
+            )
+            kept = kept if fits else []
         return with_options(problem, kept) if kept else None
     if constraint.key == "pp":
         return _stages(problem, constraint, keeps)
