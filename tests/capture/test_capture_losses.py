@@ -213,8 +213,12 @@ def variance(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [evidence, variance])
-def test_checks_of_values_are_left_out_of_the_graph(loss: Any) -> None:
+def test_checks_of_values_are_left_out_of_the_graph(
+    loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch raises on wrong arguments, by control flow on data; afterwards it checks again."""
+    # torch.compile, which other tests use, turns these checks off for good.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     model, batch = nn.Linear(3, 3), (torch.randn(4, 3), torch.randn(4, 3))
     captured = capture(model, batch, loss=loss)
     assert torch.equal(captured.graph(*batch)[0], loss(model(batch[0]), batch[1]))

@@ -20,7 +20,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 LIST = Path(__file__).with_suffix(".json")
-LIMIT = 3.5  # seconds of the cases of one file
+LIMIT = 1.5  # seconds of the cases of one file
 FIRST = 1.0  # seconds of a test's shortest case, up to which it always runs
 SHORT = 0.1  # seconds of a case, up to which it always runs
 

@@ -141,7 +141,7 @@ def mismatch(kinds: tuple[str, ...]) -> list[tuple[str, str, str]]:
     return []
 
 
-def other_options() -> list[str]:
+def other_options(root: str) -> list[str]:
     """Ranks that disagree about options of the trainer or of fit; the errors."""
     transport, found = connect(2), []
     own = transport.local[0]
@@ -150,7 +150,7 @@ def other_options() -> list[str]:
         {"steps": own},
         {"step": 1} if own else {},
         {"evaluate": [batch()], "early_stopping": EarlyStopping(patience=1 + own)},
-        {"checkpoints": Checkpoints(f"run-{own}")},
+        {"checkpoints": Checkpoints(f"{root}/run-{own}")},
         {"scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5 + own)},
     ]
     for given in of_trainer:
