@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from ranks import Pool, RankError
 from runtime_programs import fail, mismatch, other_options, out_of_step, wrong_world
