@@ -16,7 +16,7 @@ from fxpart._version import __version__
 if TYPE_CHECKING:
     from fxpart import capture
     from fxpart.annotations import annotate
-    from fxpart.api import Program, compile
+    from fxpart.api import Program, compile, propose
     from fxpart.capture.workload import Workload
     from fxpart.cluster.devices import Device, Link
     from fxpart.cluster.model import Cluster
@@ -45,6 +45,7 @@ _LAZY = {
     "annotate": "fxpart.annotations",
     "capture": "",  # the package itself: fxpart.capture.capture(model)
     "compile": "fxpart.api",
+    "propose": "fxpart.api",
     "register_cost_model": "fxpart.costmodels",
     "register_op_rule": "fxpart.passes.rules",
     "register_schedule": "fxpart.schedule.spec",
@@ -64,6 +65,7 @@ __all__ = [
     "annotate",
     "capture",
     "compile",
+    "propose",
     "register_cost_model",
     "register_op_rule",
     "register_schedule",

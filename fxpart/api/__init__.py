@@ -1,6 +1,6 @@
 """The public API: compile a model, and the compiled program."""
 
-from fxpart.api.entry_points import compile
+from fxpart.api.entry_points import compile, propose
 from fxpart.api.program import Program
 
-__all__ = ["Program", "compile"]
+__all__ = ["Program", "compile", "propose"]

@@ -140,3 +140,11 @@ def compile(
             return Program(chosen, request=front.request, **fields_of(parts))
         check_trainable(front.request.constraints)
         return plan_program(front, microbatches, listener)
+
+
+def propose(model: nn.Module, cluster: Cluster | str | Path = "auto", **options: Any) -> Program:
+    """Return the program of the best plan of the whole space, as :func:`compile` does.
+
+    For readers of plans: ``propose(model, cluster).plan``. options: those of :func:`compile`.
+    """
+    return compile(model, cluster, **options)
