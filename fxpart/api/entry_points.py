@@ -143,8 +143,5 @@ def compile(
 
 
 def propose(model: nn.Module, cluster: Cluster | str | Path = "auto", **options: Any) -> Program:
-    """Return the program of the best plan of the whole space, as :func:`compile` does.
-
-    For readers of plans: ``propose(model, cluster).plan``. options: those of :func:`compile`.
-    """
+    """Return ``compile(model, cluster, **options)``, for code that only reads its ``plan``."""
     return compile(model, cluster, **options)

@@ -109,13 +109,9 @@ def _list_even_orders(
     All groups pay for the slowest. The groups up to a rank are taken one by one, first of the
     devices with the fewest of them; the lowest rank that gives enough groups counts.
     """
-    count = len(request.cluster.devices)
-    wanted = min(count // request.mesh.size, request.stages[1])
-    first = range(count)
-    groups = sorted(
-        (group for group in rates if len(set(group)) == request.mesh.size),
-        key=lambda group: _rank(rates[group], key),
-    )
+    devices = range(len(request.cluster.devices))
+    wanted = min(len(devices) // request.mesh.size, request.stages[1])
+    groups = sorted(rates, key=lambda group: _rank(rates[group], key))
     for end in range(wanted, len(groups) + 1):
         if end < len(groups) and _rank(rates[groups[end]], key) == _rank(
             rates[groups[end - 1]], key
@@ -134,7 +130,7 @@ def _list_even_orders(
             order += best
             allowed = [group for group in allowed if not {*group} & {*best}]
         if len(order) >= wanted * request.mesh.size:
-            yield (*order, *(each for each in first if each not in order))
+            yield (*order, *(each for each in devices if each not in order))
             return
 
 

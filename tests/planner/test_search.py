@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fxpart.cluster.devices import Device, Link
 from fxpart.cluster.model import Cluster
 from fxpart.planner import search
 from fxpart.planner.device_assignment import StageAssignment
@@ -34,6 +35,33 @@ def test_reach_is_what_the_best_factor_and_their_spread_allow(
     """Estimates of 2 and 4 seconds; where prices are 0.9 of them, another may be, too."""
     seconds: dict[Any, float] = dict(zip(map(Estimate, (2.0, 4.0)), exact, strict=True))
     assert search._compute_reach(seconds) == pytest.approx(reach)
+
+
+def test_pairs_avoid_the_slowest_link_where_devices_remain() -> None:
+    """Two fast and two slow devices behind a slow link: three pairs of fast ones need no such link.
+
+    The best pairs first would leave the two fast devices of that host for each other.
+    """
+    kinds = [(1e12, "h0")] * 4 + [(1e12, "h1")] * 2 + [(1e11, "h1")] * 2
+    cluster = Cluster(
+        name="unlike",
+        devices=tuple(
+            Device(name=f"d{n}", kind="gpu", model=f"{rate:g}", host=host, memory=1 << 30,
+                   flops={"float32": rate}, bandwidth=rate / 4)
+            for n, (rate, host) in enumerate(kinds)
+        ),
+        links=tuple(
+            Link(source=at, target=at, latency=1e-5, bandwidth=bandwidth)
+            for at, bandwidth in (("h0", 3e9), ("h1", 3e8), ("*", 1e9))
+        ),
+    )  # fmt: skip
+    request = make_request(cluster, "adamw", "auto", {"mesh": "dp=2", "stages": 3}, 0)
+    found = expand_assignments(request, StageAssignment(stages=3), every=False)
+    first = [
+        [set(order[at : at + 2]) for at in (0, 2, 4)]
+        for order in (one.order or tuple(range(8)) for one in found)
+    ]
+    assert any({4, 5} not in pairs and set().union(*pairs) == set(range(6)) for pairs in first)
 
 
 @pytest.mark.parametrize("every", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +11,13 @@ from fxpart.checkpoint.run_directory import RunDir
 from fxpart.checkpoint.signature import KeySource, SigningKey
 from fxpart.errors import error
 from fxpart.runtime.checkpointing.saver import Saver
+from fxpart.runtime.checkpointing.shared_folder import wait_until_shared
 from fxpart.runtime.checkpointing.snapshot import flush_before_snapshot
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 
 if TYPE_CHECKING:
     from fxpart.runtime.trainer import Trainer
     from fxpart.runtime.transport.interface import Transport
-
-_PATIENCE = 10.0  # seconds until a shared file system shows a file on other hosts
-_POLL_SECONDS = 0.05
 
 
 def save_once(trainer: Trainer, root: Path, extra: dict[str, Any], sign: KeySource = None) -> Path:
@@ -63,16 +60,9 @@ def _check_shared(transport: Transport, root: Path) -> None:
         return None, ""
 
     def look() -> tuple[None, str]:
-        limit = time.monotonic() + _PATIENCE
-        while not mark.exists():
-            if time.monotonic() > limit:
-                raise error(
-                    "FXP501", where=f"rank {rank}, {root}",
-                    why="rank 0 saves the checkpoint in another folder, "
-                    f"{found[0][1].decode(errors='replace')}",
-                    fix="use a folder that all ranks share",
-                )  # fmt: skip
-            time.sleep(_POLL_SECONDS)
+        other = found[0][1].decode(errors="replace")
+        why = f"rank 0 saves the checkpoint in another folder, {other}"
+        wait_until_shared(mark.exists, rank, root, why)
         return None, ""
 
     try:

@@ -10,11 +10,10 @@ from pathlib import Path
 import msgspec
 
 from fxpart.errors import FxpartError, error
+from fxpart.runtime.checkpointing.shared_folder import wait_until_shared
 from fxpart.runtime.training_run.json_lines import JsonLinesAppender, read_lines
 
 FAILED = "failed"
-_PATIENCE = 10.0  # seconds until a shared file system shows a file on other hosts
-_POLL_SECONDS = 0.05
 _MOST_CHARS = 2000  # of the description of a failure
 UNSAVED = "not saved"  # the run has ended, but its last checkpoint could not be written
 
@@ -143,15 +142,8 @@ class GenerationFence:
 
         Paths may differ between ranks: mounts, links, or relative to another folder.
         """
-        limit = time.monotonic() + _PATIENCE
-        while self._own not in self._read_starts():
-            if time.monotonic() > limit:
-                raise error(
-                    "FXP501", where=f"rank {rank}, {self._path.parent}",
-                    why=f"rank 0 has begun generation {self._own[0]} of the run in another folder",
-                    fix="use a folder that all ranks share",
-                )  # fmt: skip
-            time.sleep(_POLL_SECONDS)
+        why = f"rank 0 has begun generation {self._own[0]} of the run in another folder"
+        wait_until_shared(lambda: self._own in self._read_starts(), rank, self._path.parent, why)
 
     def _read_starts(self) -> list[tuple[int, str]]:
         return [
