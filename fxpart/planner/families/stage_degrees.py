@@ -68,9 +68,10 @@ class StageDegreesFamily:
             "FXP204",
             where=f"tp={request.constraints.get('tp', '')} on {request.cluster.name}",
             why="no stages with these tensor degrees fit the devices, the batch and the other "
-            f"constraints: they need memory, and {sum(tensor)} devices for each data-parallel rank, "
-            "where the devices of one stage are of one kind",
-            fix="use a cluster with more equal devices or memory, smaller degrees, or fewer constraints",
+            f"constraints: they need memory, and {sum(tensor)} devices for each data-parallel "
+            "rank, where the devices of one stage are of one kind",
+            fix="use a cluster with more equal devices or memory, smaller degrees, or fewer "
+            "constraints",
         )
 
 
