@@ -118,17 +118,22 @@ def check_step(text: str, lines: list[str], wanted: dict[str, Any]) -> None:
     step, pace, full = wanted["step"], wanted["bottleneck"], wanted["fullest"]
     match = re.search(
         r"(?m)^  step +(.+?) predicted \((.+)\), pipeline bubble (.+)\n"
-        r"  throughput (\S+) samples/s(?:, (\S+) tokens/s)?$", text,
+        r"  throughput (\S+) samples/s(?:, (\S+) tokens/s)?"
+        r"(?:, (\S+) TFLOP/s per device)?(?:, MFU (.+))?$", text,
     )  # fmt: skip
-    assert match
+    assert match, "no line of step and throughput"
     shows(match[1], step["step_time"])
     assert match[2] == step["source"]
     shows(match[3], step["bubble"])
-    rates = step["throughput"]["samples_per_second"], step["throughput"]["tokens_per_second"]
-    for rate, shown in zip(rates, match.groups()[3:], strict=True):
+    found = step["throughput"]
+    rates = [found[n] for n in ("samples_per_second", "tokens_per_second", "tflops_per_device")]
+    for rate, shown in zip(rates, match.groups()[3:6], strict=True):
         assert (rate is None) == (shown is None)
         if shown:
             assert float(shown.replace(",", "")) == pytest.approx(rate, rel=5e-3)
+    assert (found["mfu"] is None) == (match[7] is None)
+    if match[7]:
+        shows(match[7], found["mfu"])
     parts = {NAMES[k]: v for k, v in step["parts"].items() if k != "stage" and v > 1e-12}
     for (name, value), line in zip(parts.items(), section(lines, "Breakdown of")[1:], strict=False):
         cells = columns("", line)

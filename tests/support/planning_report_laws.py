@@ -35,7 +35,8 @@ def printed_numbers(case: PlanningCase, base: Outcome, rng: random.Random) -> It
         agree(json.loads(msgspec.json.encode(explanation(plan))), wanted)
         check_text(explain(plan), plan, wanted)
     except AssertionError as fault:
-        yield f"explain: {str(fault).splitlines()[0]}: {base}"
+        first = str(fault).partition("\n")[0]
+        yield f"explain: {first}: {base}"
     yield from _find_missing(Page(report_html(plan)), plan)
     yield from _find_better(plan)
 
