@@ -104,3 +104,12 @@ def update_bandwidth(device: Device) -> float:
     """Return the bytes/s that a fused optimizer step reaches in the device's memory."""
     found = find_efficiency(device.model) if device.kind == "gpu" else None
     return copy_bandwidth(device) * (found.update / found.memory if found is not None else 1.0)
+
+
+def update_launch(device: Device) -> float:
+    """Return the seconds of a weight's update besides its bytes.
+
+    On a GPU one kernel updates many weights, so that only the host's work for a weight is left: a
+    third of an eager op's, an assumption.
+    """
+    return device.launch / 3 if device.kind == "gpu" else device.launch

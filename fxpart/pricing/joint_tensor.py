@@ -17,7 +17,7 @@ import msgspec
 import sympy
 from torch import fx
 
-from fxpart.costmodels.efficiency import update_bandwidth
+from fxpart.costmodels.efficiency import update_bandwidth, update_launch
 from fxpart.costs import OpSpec, TensorSpec
 from fxpart.pricing.joint_block_kinds import SavedStorage
 from fxpart.pricing.joint_collectives import PlacementCollectives, port_of
@@ -209,7 +209,7 @@ class TensorLayoutSolver:
         return PlacementProblemBuilder(
             mesh=mesh, flow=self._flow, families=families, reshards=reshards, specs=at.specs,
             sizes=at.sizes, state=at.state, microbatches=at.microbatches,
-            bandwidth=update_bandwidth(at.device), launch=at.device.launch,
+            bandwidth=update_bandwidth(at.device), launch=update_launch(at.device),
         )  # fmt: skip
 
     def _solved(

@@ -20,7 +20,7 @@ from fxpart import costmodels
 from fxpart.compat.optimizer_choice import choose, state_bytes
 from fxpart.compat.optimizer_parts import ANY_PARTS, OptimizerParts
 from fxpart.compiler import BLOCKS_KEY, MESH_KEY
-from fxpart.costmodels.efficiency import update_bandwidth
+from fxpart.costmodels.efficiency import update_bandwidth, update_launch
 from fxpart.errors import error
 from fxpart.pricing.device_groups import Rings, group_devices
 from fxpart.pricing.device_limits import RESERVE
@@ -217,7 +217,7 @@ def build(
         state=state_costs(captured, trained, optimizer, microbatches, graph.graph),
         microbatches=microbatches,
         bandwidth=update_bandwidth(device),
-        launch=device.launch,
+        launch=update_launch(device),
         zero=zero,
         divisible=divisible,
         only=only or {},

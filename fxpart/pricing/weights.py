@@ -10,7 +10,7 @@ from torch import fx
 
 from fxpart.compat.optimizer_choice import OptimizerChoice, state_bytes
 from fxpart.compiler.duplicated_ops import find_duplicated_ops
-from fxpart.costmodels.efficiency import update_bandwidth
+from fxpart.costmodels.efficiency import update_bandwidth, update_launch
 from fxpart.pricing.optimizer_step import compute_update_bytes
 from fxpart.pricing.optimizer_temporaries import UNKNOWN, masks_rows, temporaries
 from fxpart.pricing.sparse_gradients import touched_bytes
@@ -115,5 +115,5 @@ def step_seconds(weights: tuple[Weight, ...], blocks: int, device: Device) -> tu
     for weight in weights:
         if weight.gradient:
             moved = compute_update_bytes(weight)
-            seconds[weight.blocks[0]] += moved / bandwidth + device.launch
+            seconds[weight.blocks[0]] += moved / bandwidth + update_launch(device)
     return tuple(seconds)

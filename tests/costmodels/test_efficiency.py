@@ -99,10 +99,10 @@ def test_measured_kernels_of_an_h100() -> None:
     """Products are predicted 10 % slow: training draws more power than a kernel alone."""
     data = tomllib.loads((MEASURED / "h100-sxm.toml").read_text(encoding="utf-8"))
     assert HERE and data["date"]
-    ratios = []
+    ratios, single = [], msgspec.structs.replace(H100, launch=9.3e-6)  # one op in a loop
     for shape, seconds in data["bfloat16"].items():
         sizes = [int(size) for size in re.findall(r"\d+", shape)]
-        ratios.append(Roofline().op(linear(*sizes), H100, False).seconds / seconds)
+        ratios.append(Roofline().op(linear(*sizes), single, False).seconds / seconds)
     assert median(ratios) == pytest.approx(1.07, abs=0.05)
     assert 0.6 < min(ratios) and max(ratios) < 1.35
     for what, seconds in data["attention"].items():

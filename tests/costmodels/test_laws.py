@@ -211,17 +211,17 @@ def test_roofline_by_hand() -> None:
     """An H100's kernels: start + (arithmetic² + traffic²)^½ at achieved rates; a view is free."""
     (device, *_) = Cluster.parse("1xh100").devices
     model = find("roofline")
-    x, w = TensorSpec((4096, 4096), "bfloat16"), TensorSpec((4096, 4096), "bfloat16")
+    x, w = TensorSpec((8192, 4096), "bfloat16"), TensorSpec((4096, 4096), "bfloat16")
     linear = OpSpec("aten.linear.default", (x, w), (x,), gradients=2)
     forward, backward = (model.op(linear, device, b) for b in (False, True))
-    each = hypot(2 * 4096**3 / (0.68 * 989.4e12), 6 * 4096**2 / (0.9 * 3.35e12)) + 2e-6
+    each = hypot(4 * 4096**3 / (0.68 * 989.4e12), 10 * 4096**2 / (0.9 * 3.35e12)) + 2e-6
     assert forward.seconds == pytest.approx(each)
     assert backward.seconds == pytest.approx(2 * each, rel=0.01)
     gelu = OpSpec("aten.gelu.default", (x,), (x,), gradients=1)
     assert model.op(gelu, device, False).seconds == pytest.approx(
-        4 * 4096**2 / (0.9 * 3.35e12) + 2e-6
+        8 * 4096**2 / (0.9 * 3.35e12) + 2e-6
     )
-    assert model.op(gelu, device, True).bytes == 6 * 4096**2
+    assert model.op(gelu, device, True).bytes == 12 * 4096**2
     view = OpSpec("aten.view.default", (x,), (x,), gradients=1)
     assert model.op(view, device, False).seconds == model.op(view, device, True).seconds == 0
 
