@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from fxpart.capture.shape_probe import ShapeProbe
 from fxpart.compat import unwrap_compiled, unwrapped
 from fxpart.errors import FxpartError, Problem, error
 
+_TRACING = threading.RLock()  # Tracing replaces functions of torch, for all threads.
 _LOSS_NAME = re.compile(r"((total|train|training|model)_?)?loss|objective|cost|nll|elbo")
 
 
@@ -69,7 +71,7 @@ def capture(
     Errors: FXP101 to FXP106, FXP108, FXP109.
     """
     plain, loss = plain_module(model), unwrapped(loss)
-    with unwrap_compiled(plain, loss) as compiled:
+    with _TRACING, unwrap_compiled(plain, loss) as compiled:
         captured = _captured(
             plain, example_inputs, example_kwargs, loss, batch_dims, batch_size, microbatch_size,
             training, precision, device_type,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -38,6 +39,7 @@ _BY_MODE = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
 )  # fmt: skip
+_COMPILING = threading.RLock()
 _SMALLEST = 5e-324  # Equals zero in a thread that flushes denormal numbers.
 
 
@@ -235,7 +237,7 @@ def guard_compile(function: Callable[P, T]) -> Callable[P, T]:
     """Check the modes around a function that compiles a model, and run it without them.
 
     The program's autocast is determined by the arguments ``precision`` and ``plan``, or by the
-    Program of a method.
+    Program of a method. Threads compile one after the other: tracing replaces functions of torch.
     """
     known = inspect.signature(function)
 
@@ -247,7 +249,8 @@ def guard_compile(function: Callable[P, T]) -> Callable[P, T]:
             _check_tensors(model)
             _warn_about_evaluation_mode(model)
         ambient = TorchModes(precision=_get_precision(given), device=find_accelerator() or "cpu")
-        with disable_torch_modes(ambient, TrainerCallKind.COMPILE, f"fxpart.{function.__name__}"):
+        caller = f"fxpart.{function.__name__}"
+        with _COMPILING, disable_torch_modes(ambient, TrainerCallKind.COMPILE, caller):
             return function(*args, **kwargs)
 
     return call
