@@ -13,6 +13,7 @@ from typing import Any
 import lane_programs
 import nccl_programs as programs
 import pytest
+import stage_degree_programs
 from built_schedules import BUILDERS
 from nccl_processes import under_rules
 from nccl_rules import MODES, DeadlockError, SharedChannels, run_ranks
@@ -199,6 +200,16 @@ def test_meshes(mesh: str, options: dict[str, Any], mode: str, pool: Pool) -> No
     wanted = pool.run(lane_programs.train, mesh, options, ranks=4)
     found = pool.run(under_rules, mode, "lane_programs", "train", (mesh, options), ranks=4)
     assert found == wanted
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_unequal_tensor_degrees(mode: str, pool: Pool) -> None:
+    """One rank, then two: each value and gradient is sent once, between collectives."""
+    wanted = stage_degree_programs.train("shared_mlp", "1")
+    args = ("stage_degree_programs", "train", ("shared_mlp", "1|2"))
+    for found in pool.run(under_rules, mode, *args, ranks=3, timeout=120):
+        assert stage_degree_programs.difference(found, wanted) < 1e-9
 
 
 @pytest.mark.slow
