@@ -93,6 +93,7 @@ def shown(command: str, text: str) -> str:
 PLANNING = {
     "planner": "planner",
     "others": "baselines",
+    "spaces": "spaces",
     "maxload": "maxload_optima",
 }  # table: result
 COSTED = ("communication", "accuracy", "choice", "memory", "profiling")

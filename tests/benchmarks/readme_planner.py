@@ -62,6 +62,23 @@ def others(note: str) -> str:
     return table(["model by formula", "devices", "fxpart", *names], rows, note)
 
 
+def spaces(note: str) -> str:
+    """Plans of the whole space and of a narrower one, on the same prices."""
+    rows = [
+        [
+            row["pair"],
+            row.get("narrow", row.get("refused", "").partition(":")[0]),
+            seconds(row.get("narrow_seconds")),
+            row["whole"],
+            seconds(row["whole_seconds"]),
+            f"{100 * row['gain']:.1f} %" if "gain" in row else "-",
+        ]
+        for row in read("spaces")["figures"]["rows"]
+    ]
+    head = ["model", "narrower space", "step", "whole space", "step", "gain"]
+    return table(head, rows, note)
+
+
 def maxload(note: str) -> str:
     """The published instances."""
     result = read("maxload_optima")["figures"]
