@@ -35,8 +35,12 @@ from fxpart.runtime.transport.agreement import (
     encode_problems,
     merge_problems,
 )
-from fxpart.runtime.transport.float_bits import bits_to_float, float_to_bits
-from fxpart.runtime.transport.interface import PeerLostError, Transport
+from fxpart.runtime.transport.interface import (
+    PeerLostError,
+    Transport,
+    bits_to_float,
+    float_to_bits,
+)
 from fxpart.schedule.action import Action, Schedule
 from fxpart.schedule.make import make
 from fxpart.schedule.measured_timeline import AGREE, END

@@ -16,13 +16,12 @@ from fxpart.plan.offload import offloads_activations
 from fxpart.plan.throughput import RowFigures
 from fxpart.program.spec import ProgramSpec
 from fxpart.rng import RepeatedKey, microbatch_key
-from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource
+from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource, check_repetition
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.batch.batch_requirements import BatchRequirements
 from fxpart.runtime.batch.loss_divisors import LossDivisors
 from fxpart.runtime.batch.mesh_rank_batch import GlobalBatchReader
 from fxpart.runtime.batch.outputs import Outputs
-from fxpart.runtime.batch.repetition_check import check_repetition
 from fxpart.runtime.engine import PipelineEngine, resolve_schedule
 from fxpart.runtime.executor.cuda_graphs import graph_stages
 from fxpart.runtime.executor.instruction import BackwardHooks
