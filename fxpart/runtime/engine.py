@@ -18,8 +18,8 @@ from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.instruction import BackwardHooks, StageFailure, StepInput
 from fxpart.runtime.executor.local_executors import LocalExecutors
 from fxpart.runtime.executor.recompute import Mode
+from fxpart.runtime.executor.routes import find_routes
 from fxpart.runtime.executor.step_executor import StepExecutor
-from fxpart.runtime.executor.transfer_routes import find_routes
 from fxpart.runtime.gradients.tied_parameters import find_tied_transfers
 from fxpart.runtime.mesh.mesh_ranks import (
     MeshRank,
