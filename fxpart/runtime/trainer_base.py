@@ -39,7 +39,7 @@ from fxpart.runtime.mesh.mesh_ranks import (
     Ranks,
     build_rank_table,
     encode_common_spec,
-    find_local_devices,
+    get_devices,
     get_pipeline_ranks,
     get_stage_mesh,
 )
@@ -124,9 +124,7 @@ class TrainerBase(OptimizerOwner):
         self._prediction = prediction
         self._unused = dict(unused or {})
         self._mesh_ranks = tuple([MeshRank(0, spec, modules)] if mesh_ranks is None else mesh_ranks)
-        self._devices = dict(
-            devices or find_local_devices(self._mesh_ranks, self._ranks, transport.local)
-        )
+        self._devices = dict(devices or get_devices(self._mesh_ranks, self._ranks, transport.local))
         agree(transport, "the programs", partial(self._set_options, options, optimizer))
         schedule, microbatches = self.options.schedule, max(self.microbatches, 1)
         firsts = get_pipeline_ranks(self._ranks, 0)

@@ -198,7 +198,7 @@ class MeshRankThreads:
                 raise
 
 
-def find_local_devices(
+def get_devices(
     mesh_ranks: Sequence[MeshRank], ranks: Ranks, local: Sequence[int]
 ) -> dict[int, torch.device]:
     """Return the device of each local rank's state; the CPU for a rank without state."""
