@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fxpart.checkpoint import coverage, files, manifest_check, writer
+from fxpart.checkpoint import files, manifest_check, writer
 from fxpart.checkpoint.manifest import CheckpointManifest, ManifestTensor
 from fxpart.checkpoint.manifest_codec import LARGEST
 from fxpart.checkpoint.writer import RankManifest
@@ -75,7 +75,7 @@ def merge(written: Sequence[RankManifest], **rest: Any) -> CheckpointManifest:
                     tensor_.dtype, tensor_.shape, (*known.parts, *tensor_.parts)
                 )
     for key, tensor in tensors.items():
-        why = coverage.find_coverage_fault(tensor)
+        why = manifest_check.find_coverage_fault(tensor)
         if why:
             problems.append(_make_problem(files.format_key(key), why))
     if problems:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from fxpart.checkpoint import (
-    coverage,
     dtypes,
     files,
     manifest_check,
@@ -113,7 +112,7 @@ class Checkpoint:
         tensor = self.tensor(key)
         wanted = make_full_region(tensor.shape) if wanted is None else wanted
         assert not wanted.fault(tensor.shape), f"{key}: {wanted.fault(tensor.shape)}"
-        why = coverage.find_coverage_fault(tensor)
+        why = manifest_check.find_coverage_fault(tensor)
         if why:
             raise FxpartError(files.make_damage_problem(self.path, files.format_key(key), why))
         size = dtypes.itemsize(tensor.dtype)
@@ -152,7 +151,7 @@ class Checkpoint:
         """
         found = []
         for key, tensor in self.manifest.tensors.items() if share[0] == 0 else ():
-            why = coverage.find_coverage_fault(tensor)
+            why = manifest_check.find_coverage_fault(tensor)
             if why:
                 found.append(files.make_damage_problem(self.path, files.format_key(key), why))
         own = list(self._list_share(*share))

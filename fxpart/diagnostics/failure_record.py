@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from fxpart.diagnostics.exception_text import get_exception_text
-from fxpart.diagnostics.failure_attribution import attribute_failure
 from fxpart.diagnostics.flight_recorder import FlightRecorder, unreadable
 from fxpart.diagnostics.rank_event import NO_RANK
 from fxpart.errors import FxpartError, Problem
@@ -141,3 +142,53 @@ def _format_trace(cause: BaseException) -> tuple[str, ...]:
 def _clean(text: Any) -> str:
     """Truncate a text, and escape characters that cannot be encoded."""
     return str(text)[:_LETTERS].encode("utf-8", "backslashreplace").decode()
+
+
+_RANKS = re.compile(r"\branks? (\d{1,9}(?:, \d{1,9})*)")
+_WAITED = re.compile(r"\bwaiting for rank (\d{1,9})")
+_LOST = "the connection to another rank was lost"
+
+
+@dataclass(frozen=True)
+class FailureAttribution:
+    """Ranks that a failure is attributed to. gone: they have ended, or do not answer.
+
+    Otherwise they were waited for, and may have waited for others themselves.
+    """
+
+    ranks: tuple[int, ...]
+    gone: bool
+
+
+def attribute_failure(failure: FailureRecord) -> FailureAttribution:
+    """Attribute a failure by the text of its first problem that names a rank.
+
+    A failure that names no other rank is the rank's own.
+    """
+    if failure.lost:
+        return FailureAttribution(failure.lost, gone=True)
+    for problem in failure.problems:
+        found = _attribute_problem(problem)
+        if found is not None:
+            return found
+    return FailureAttribution((failure.rank,), gone=False)
+
+
+def _attribute_problem(problem: ProblemRecord) -> FailureAttribution | None:
+    if problem.code in ("FXP514", "FXP515", "FXP516"):
+        ranks = _ranks(problem.why)
+        return FailureAttribution(ranks, gone=True) if ranks else None
+    if problem.code == "FXP503" or (problem.code == "FXP504" and problem.why.startswith(_LOST)):
+        closed = _ranks(problem.why) if problem.code == "FXP504" else ()
+        waited = tuple(int(number) for number in _WAITED.findall(problem.where))
+        return FailureAttribution(waited or closed, gone=False) if waited or closed else None
+    if problem.code == "FXP504":  # a stage's own failure, reported on every rank
+        ranks = _ranks(problem.where)
+        return FailureAttribution(ranks[:1], gone=False) if ranks else None
+    return None
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    """Return the first ranks that a text names."""
+    found = _RANKS.search(text)
+    return tuple(int(number) for number in found[1].split(", ")) if found else ()

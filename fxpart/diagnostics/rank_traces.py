@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fxpart.diagnostics.failure_attribution import FailureAttribution, attribute_failure
-from fxpart.diagnostics.failure_record import FailureRecord
+from fxpart.diagnostics.failure_record import FailureAttribution, FailureRecord, attribute_failure
 from fxpart.diagnostics.flight_recorder import FlightRecorderDump
 from fxpart.diagnostics.rank_event import FAULTS, LEFT, NO_RANK, STEP, RankEvent
 

@@ -22,7 +22,7 @@ from fxpart.profiling.collective_ops import IdenticalRanksCommunicator
 from fxpart.program.edges import ValueEdge, find_value_edges
 from fxpart.program.spec import ProgramSpec
 from fxpart.rng import microbatch_key
-from fxpart.runtime.embedding_tables.sparse_gradient_capture import SparseGradientCapture
+from fxpart.runtime.embedding_tables.sparse_gradient_parts import SparseGradientCapture
 from fxpart.runtime.executor.stage_microbatch import BackwardRoots, StageMicrobatch
 from fxpart.runtime.executor.stage_signature import StageSignature
 from fxpart.runtime.mesh.mesh_ranks import get_stage_mesh

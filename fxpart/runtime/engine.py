@@ -18,8 +18,8 @@ from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.instruction import BackwardHooks, StageFailure, StepInput
 from fxpart.runtime.executor.local_executors import LocalExecutors
 from fxpart.runtime.executor.recompute import Mode
+from fxpart.runtime.executor.routes import find_routes
 from fxpart.runtime.executor.step_executor import StepExecutor
-from fxpart.runtime.executor.transfer_routes import find_routes
 from fxpart.runtime.gradients.tied_parameters import find_tied_transfers
 from fxpart.runtime.mesh.mesh_ranks import (
     MeshRank,
@@ -35,8 +35,12 @@ from fxpart.runtime.transport.agreement import (
     encode_problems,
     merge_problems,
 )
-from fxpart.runtime.transport.float_bits import bits_to_float, float_to_bits
-from fxpart.runtime.transport.interface import PeerLostError, Transport
+from fxpart.runtime.transport.interface import (
+    PeerLostError,
+    Transport,
+    bits_to_float,
+    float_to_bits,
+)
 from fxpart.schedule.action import Action, Schedule
 from fxpart.schedule.make import make
 from fxpart.schedule.measured_timeline import AGREE, END

@@ -11,12 +11,11 @@ import msgspec
 import torch
 
 from fxpart.errors import error
-from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource
+from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource, check_repetition
 from fxpart.runtime.batch.batch_iterator import call_user_function, iterate_batches
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.batch.mesh_rank_batch import get_dim_multiple, get_global_inputs
 from fxpart.runtime.batch.outputs import Outputs, gather_outputs
-from fxpart.runtime.batch.repetition_check import check_repetition
 from fxpart.runtime.batch.row_repetition import drop_repeated_rows
 from fxpart.runtime.engine import PipelineEngine, PipelineResult
 from fxpart.runtime.generation import (

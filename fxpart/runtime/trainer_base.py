@@ -16,13 +16,12 @@ from fxpart.plan.offload import offloads_activations
 from fxpart.plan.throughput import RowFigures
 from fxpart.program.spec import ProgramSpec
 from fxpart.rng import RepeatedKey, microbatch_key
-from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource
+from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource, check_repetition
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.batch.batch_requirements import BatchRequirements
 from fxpart.runtime.batch.loss_divisors import LossDivisors
 from fxpart.runtime.batch.mesh_rank_batch import GlobalBatchReader
 from fxpart.runtime.batch.outputs import Outputs
-from fxpart.runtime.batch.repetition_check import check_repetition
 from fxpart.runtime.engine import PipelineEngine, resolve_schedule
 from fxpart.runtime.executor.cuda_graphs import graph_stages
 from fxpart.runtime.executor.instruction import BackwardHooks
@@ -40,6 +39,7 @@ from fxpart.runtime.mesh.mesh_ranks import (
     Ranks,
     build_rank_table,
     encode_common_spec,
+    get_devices,
     get_pipeline_ranks,
     get_stage_mesh,
 )
@@ -124,7 +124,7 @@ class TrainerBase(OptimizerOwner):
         self._prediction = prediction
         self._unused = dict(unused or {})
         self._mesh_ranks = tuple([MeshRank(0, spec, modules)] if mesh_ranks is None else mesh_ranks)
-        self._devices = dict(devices or _devices(self._mesh_ranks, self._ranks, transport))
+        self._devices = dict(devices or get_devices(self._mesh_ranks, self._ranks, transport.local))
         agree(transport, "the programs", partial(self._set_options, options, optimizer))
         schedule, microbatches = self.options.schedule, max(self.microbatches, 1)
         firsts = get_pipeline_ranks(self._ranks, 0)
@@ -388,16 +388,3 @@ def _no_evaluation(call: str) -> FxpartError:
         "FXP109", where=call, why="the trainer has no evaluation program",
         fix="use a trainer of the model itself; one of an exported program cannot evaluate",
     )  # fmt: skip
-
-
-def _devices(
-    mesh_ranks: Sequence[MeshRank], ranks: Ranks, transport: Transport
-) -> dict[int, torch.device]:
-    """Return the device of each local rank's state; the CPU for a rank without state."""
-    found = dict.fromkeys(transport.local, torch.device("cpu"))
-    for mesh_rank in mesh_ranks:
-        for stage, module in mesh_rank.modules.items():
-            for tensor in [*module.parameters(), *module.buffers()]:
-                found[ranks[stage][mesh_rank.index]] = tensor.device
-                break
-    return found

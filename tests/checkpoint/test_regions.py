@@ -10,8 +10,8 @@ from checkpoint_files import indices, part, split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpart.checkpoint import coverage
 from fxpart.checkpoint.manifest import ManifestPart, ManifestTensor
+from fxpart.checkpoint.manifest_check import find_coverage_fault
 from fxpart.checkpoint.regions import TensorRegion, copy_overlap, make_full_region, overlap
 
 
@@ -65,7 +65,7 @@ def test_what_is_split_is_covered_and_less_or_more_is_not(
 ) -> None:
     draw = random.Random(seed)
     parts = split(shape, draw)
-    assert not coverage.find_coverage_fault(tensor(shape, parts))
+    assert not find_coverage_fault(tensor(shape, parts))
     count = np.zeros(int(np.prod(shape, dtype=int)), int)
     for region in parts:
         count[indices(region, shape).reshape(-1)] += 1
@@ -73,8 +73,8 @@ def test_what_is_split_is_covered_and_less_or_more_is_not(
     some = [region for region in parts if region.elements]
     if some:
         lost = draw.choice(some)
-        assert coverage.find_coverage_fault(tensor(shape, [r for r in parts if r is not lost]))
-        assert coverage.find_coverage_fault(tensor(shape, [*parts, lost]))
+        assert find_coverage_fault(tensor(shape, [r for r in parts if r is not lost]))
+        assert find_coverage_fault(tensor(shape, [*parts, lost]))
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_any_parts_are_covered_as_counting_says(
     count = np.zeros(int(np.prod(shape)), int)
     for region in parts:
         np.add.at(count, indices(region, shape).reshape(-1), 1)
-    assert (coverage.find_coverage_fault(tensor(shape, parts)) == "") == bool((count == 1).all())
+    assert (find_coverage_fault(tensor(shape, parts)) == "") == bool((count == 1).all())
 
 
 def tensor(shape: tuple[int, ...], parts: list[TensorRegion]) -> ManifestTensor:

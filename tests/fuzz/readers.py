@@ -162,7 +162,7 @@ READERS: dict[str, Reader] = {
             "model.safetensors.index.json", lambda: runs.converted("dcp"), runs.read_foreign("dcp")
         ),
         runs.of(lambda: runs.converted("dcp"), "model.safetensors.index.json", "json"),
-        ("checkpoint.exchange.huggingface._files", "checkpoint.exchange.text_files.read_text"),
+        ("checkpoint.exchange.huggingface._files", "checkpoint.exchange.source.read_text"),
     ),
     "hf-offsets": Reader(
         runs.beside(

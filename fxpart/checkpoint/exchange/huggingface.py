@@ -35,6 +35,7 @@ from fxpart.checkpoint.exchange.source import (
     name_of,
     parameter_and_slot,
     parse_metadata,
+    read_text,
 )
 from fxpart.checkpoint.exchange.tensor_files import (
     SafetensorsLocation,
@@ -42,7 +43,6 @@ from fxpart.checkpoint.exchange.tensor_files import (
     read_place,
     write_file,
 )
-from fxpart.checkpoint.exchange.text_files import read_text
 from fxpart.checkpoint.files import format_key
 from fxpart.checkpoint.regions import Bytes
 from fxpart.files import from_json

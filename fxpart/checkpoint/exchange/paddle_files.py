@@ -37,8 +37,8 @@ from fxpart.checkpoint.exchange.source import (
     make_foreign_file_error,
     parameter_and_slot,
     parse_metadata,
+    read_text,
 )
-from fxpart.checkpoint.exchange.text_files import read_text
 from fxpart.checkpoint.files import format_key
 from fxpart.checkpoint.regions import Bytes
 from fxpart.files import from_json

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
-from fxpart.checkpoint import value_codec
+from fxpart.checkpoint import files, value_codec
 from fxpart.checkpoint.dtypes import DTYPES, itemsize
 from fxpart.checkpoint.regions import Bytes
 from fxpart.errors import FxpartError, error
@@ -129,3 +131,17 @@ def make_foreign_file_error(
 ) -> FxpartError:
     """Return the error of an unreadable file of another tool."""
     return error("FXP110", where=where, why=why, fix=fix)
+
+
+_LARGEST = 100_000_000  # bytes
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text; FXP110 if it is not UTF-8 or too long."""
+    try:
+        with files.open_for_reading(Path(os.path.realpath(path))) as (file, size):
+            if size > _LARGEST:
+                raise ValueError(f"its size is {size} bytes")
+            return files.read(file, size).decode("utf-8")
+    except (OSError, ValueError) as cause:
+        raise make_foreign_file_error(str(path), f"it cannot be read: {cause}") from cause

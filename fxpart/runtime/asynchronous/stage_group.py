@@ -20,8 +20,8 @@ from fxpart.runtime.engine import find_used_inputs
 from fxpart.runtime.executor.instruction import StepInput
 from fxpart.runtime.executor.local_executors import LocalExecutors
 from fxpart.runtime.executor.recompute import Mode
+from fxpart.runtime.executor.routes import place_routes
 from fxpart.runtime.executor.stage_signature import StageSignature
-from fxpart.runtime.executor.transfer_routes import place_routes
 from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks, get_pipeline_ranks
 from fxpart.runtime.state.model_state import Place
 from fxpart.runtime.transport.agreement import convert_transport_errors

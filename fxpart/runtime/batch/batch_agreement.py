@@ -16,9 +16,9 @@ import msgspec
 from fxpart.errors import FxpartError
 from fxpart.runtime.batch.batch_reader import LocalBatch, MicrobatchSplit, Shape
 from fxpart.runtime.batch.mesh_rank_batch import GlobalBatchReader
-from fxpart.runtime.transport.agreement import RankAgreement, digest
-from fxpart.runtime.transport.float_bits import bits_to_float, float_to_bits
-from fxpart.runtime.transport.interface import Transport
+from fxpart.runtime.batch.row_repetition import make_repetition_error
+from fxpart.runtime.transport.agreement import RankAgreement, agree, digest
+from fxpart.runtime.transport.interface import Transport, bits_to_float, float_to_bits
 from fxpart.runtime.transport.rank_request import RankRequest
 
 _FULL = 1  # Lowest bit of the second digest: the batch has all inputs.
@@ -153,3 +153,18 @@ class BatchAgreement(RankAgreement[LocalBatch]):
 def _text(mode: str, shapes: Mapping[str, tuple[str, Sequence[int]]]) -> str:
     inputs = " ".join(f"{n}:{dtype}{tuple(sizes)}" for n, (dtype, sizes) in shapes.items())
     return f"{mode} {inputs}"
+
+
+def check_repetition(transport: Transport, source: BatchSource, read: BatchAgreement) -> None:
+    """Raise FXP114 on every rank if rows must be repeated and the results would change."""
+    cut, feed = read.cut, source.feed
+    if not cut.repeated:
+        return
+    read.confirm()
+
+    def check() -> tuple[None, str]:
+        if not feed.may_repeat(read.value, source.microbatches, max(cut.repeats)):
+            raise make_repetition_error(sum(cut.rows), feed.multiple)
+        return None, ""
+
+    agree(transport, "a batch whose rows are repeated", check)

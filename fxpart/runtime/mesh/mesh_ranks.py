@@ -196,3 +196,16 @@ class MeshRankThreads:
                 raised.append(cause)
                 self._leave(mesh_rank, cause)
                 raise
+
+
+def get_devices(
+    mesh_ranks: Sequence[MeshRank], ranks: Ranks, local: Sequence[int]
+) -> dict[int, torch.device]:
+    """Return the device of each local rank's state; the CPU for a rank without state."""
+    found = dict.fromkeys(local, torch.device("cpu"))
+    for mesh_rank in mesh_ranks:
+        for stage, module in mesh_rank.modules.items():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                found[ranks[stage][mesh_rank.index]] = tensor.device
+                break
+    return found

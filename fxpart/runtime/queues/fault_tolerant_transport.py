@@ -29,7 +29,7 @@ _Box = tuple[int, int]  # rank, channel
 _Handle = tuple[_Box, int, torch.device]
 
 
-class FaultTolerantTransport:
+class FaultTolerantTransport(Transport):
     """A :class:`Transport` whose connections fail independently.
 
     ranks, local: of the ranks that all know to be alive, renumbered by :meth:`shrink`. wire: the
@@ -99,14 +99,6 @@ class FaultTolerantTransport:
             TensorFrame(channel), [tensor.detach().cpu().contiguous()]
         )
 
-    def send_all(
-        self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
-    ) -> list[None]:
-        """Start several sends in order."""
-        for tensor in tensors:
-            self.send(source, target, channel, tensor)
-        return [None] * len(tensors)
-
     def post(
         self,
         source: int,
@@ -155,10 +147,6 @@ class FaultTolerantTransport:
         return [
             msgspec.msgpack.decode(each, type=list[int]) for each in self._wait_for_result(handle)
         ]
-
-    def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Exchange integers with every living rank."""
-        return self.end_exchange(self.begin_exchange(row))
 
     def exchange_bytes(self, message: bytes) -> list[bytes]:
         """Exchange messages with every living rank."""

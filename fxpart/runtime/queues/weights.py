@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from fxpart.runtime.executor.recompute import StageRecomputation
-from fxpart.runtime.weights.parameter_swap import swap_parameter_data
-from fxpart.runtime.weights.weight_stash import Tensors, WeightSource
+from fxpart.runtime.weights.weight_stash import Tensors, WeightSource, swap_parameter_data
 from fxpart.runtime.weights.weight_store import WeightStore
 from fxpart.schedule.weight_modes import WeightMode
 

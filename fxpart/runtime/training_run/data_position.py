@@ -10,7 +10,7 @@ from typing import Any
 
 from fxpart.compat import skip_batches
 from fxpart.errors import error
-from fxpart.runtime.training_run import generator_state
+from fxpart.runtime.checkpointing import random_state
 
 _INNER = ("sampler", "batch_sampler", "dataset")
 _DEPTH = 4
@@ -47,10 +47,10 @@ class DataPosition:
         saved, self._saved = self._saved, None
         is_partial = saved is not None and self.used > 0
         if saved is not None:
-            generator_state.restore_generator_states(
+            random_state.restore_generator_states(
                 saved["start"]["random"] if is_partial else saved["now"]["random"]
             )
-        random = generator_state.capture_generator_states() if self._records else {}
+        random = random_state.capture_generator_states() if self._records else {}
         self._source = self._make_source()
         parts = _parts(self._source)
         for part in parts.values():
@@ -62,7 +62,7 @@ class DataPosition:
             return found
         if self._has_ended(saved.get("size")):
             if is_partial:
-                generator_state.restore_generator_states(saved["now"]["random"])
+                random_state.restore_generator_states(saved["now"]["random"])
             return iter(())
         return self._resume(saved, parts, random, is_partial=is_partial)
 
@@ -80,7 +80,7 @@ class DataPosition:
     def state(self) -> dict[str, Any]:
         """Return the state for :meth:`load`, as plain values, after an update."""
         now = {
-            "random": generator_state.capture_generator_states(),
+            "random": random_state.capture_generator_states(),
             "parts": _states(_parts(self._source)),
         }
         start = self._start or now
@@ -150,7 +150,7 @@ class DataPosition:
             # Batches that were not loaded have drawn no random numbers.
             _restore({k: p for k, p in parts.items() if "sampler" not in k}, now["parts"])
         if is_partial:
-            generator_state.restore_generator_states(now["random"])
+            random_state.restore_generator_states(now["random"])
         return found
 
     def _skip(self, batches: Iterator[Any]) -> None:
@@ -204,7 +204,7 @@ def _states(parts: Mapping[str, Any]) -> dict[str, Any]:
         if _has_state(part):
             found[path] = part.state_dict()
         for name, generator in _generators(part):
-            found[f"{path}:{name}"] = generator_state.get_generator_state(generator)
+            found[f"{path}:{name}"] = random_state.get_generator_state(generator)
     return found
 
 
@@ -214,9 +214,9 @@ def _restore(parts: Mapping[str, Any], states: Mapping[str, Any]) -> None:
             part.load_state_dict(states[path])
         for name, generator in _generators(part):
             if f"{path}:{name}" in states:
-                generator_state.set_state(generator, states[f"{path}:{name}"])
+                random_state.set_state(generator, states[f"{path}:{name}"])
 
 
 def _generators(part: Any) -> list[tuple[str, Any]]:
     own = vars(part) if hasattr(part, "__dict__") else {}
-    return [(name, value) for name, value in own.items() if generator_state.is_generator(value)]
+    return [(name, value) for name, value in own.items() if random_state.is_generator(value)]

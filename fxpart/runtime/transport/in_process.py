@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxpart.runtime.transport.interface import AHEAD, Route
+from fxpart.runtime.transport.interface import AHEAD, Route, Transport
 
 _Box = tuple[int, int, int]
 
@@ -22,7 +22,7 @@ class _PostedReceive:
     device: torch.device
 
 
-class InProcess:
+class InProcess(Transport):
     """A transport whose ranks run alternately in this process; no copies on one device."""
 
     def __init__(self, ranks: int) -> None:
@@ -44,12 +44,6 @@ class InProcess:
         self._arrived[box, self._sent[box]] = tensor
         self._sent[box] += 1
         return tensor
-
-    def send_all(
-        self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Put several tensors into the mailbox, in order."""
-        return [self.send(source, target, channel, tensor) for tensor in tensors]
 
     def post(
         self,
@@ -87,10 +81,6 @@ class InProcess:
     def end_exchange(self, handle: list[list[int]]) -> list[list[int]]:
         """Return this process's row."""
         return handle
-
-    def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Return this process's row."""
-        return [list(row)]
 
     def exchange_bytes(self, message: bytes) -> list[bytes]:
         """Return this process's message."""

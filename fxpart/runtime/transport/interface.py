@@ -7,6 +7,7 @@ ranks; collectives are between processes, which have to agree.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -70,6 +71,7 @@ class Transport(Protocol):
         self, source: int, target: int, channel: int, tensors: Sequence[torch.Tensor]
     ) -> Sequence[Any]:
         """Start sending several tensors in order; return handles. Cheaper than single sends."""
+        return [self.send(source, target, channel, tensor) for tensor in tensors]
 
     def post(
         self,
@@ -99,6 +101,7 @@ class Transport(Protocol):
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Begin and end an exchange."""
+        return self.end_exchange(self.begin_exchange(row))
 
     def exchange_bytes(self, message: bytes) -> list[bytes]:
         """Send a message of any length; return those of all processes, in order of rank."""
@@ -111,3 +114,15 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release resources; no method may be called afterwards."""
+
+
+def float_to_bits(number: float) -> int:
+    """Return the float64 as an integer, which is 0 only for 0.0."""
+    found: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return found
+
+
+def bits_to_float(bits: int) -> float:
+    """Return the number that :func:`float_to_bits` converted."""
+    found: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return found

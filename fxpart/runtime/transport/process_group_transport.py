@@ -21,6 +21,7 @@ from fxpart.runtime.transport.interface import (
     PeerLostError,
     Route,
     TransferTimeoutError,
+    Transport,
 )
 from fxpart.runtime.transport.shared_memory import (
     MOST_CHANNELS,
@@ -62,7 +63,7 @@ class _DeviceTransfer:
 _Transfer = _DistributedTransfer | _DeviceTransfer | SharedMemorySend | SharedMemoryReceive
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """A transport over the default process group.
 
     Tensors on the CPU use gloo, which separates channels by tag, or shared memory between ranks of
@@ -240,10 +241,6 @@ class ProcessGroupTransport:
         for work in works:
             self._finish(work)
         return [part.tolist() for part in parts]
-
-    def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """All-gather a few integers."""
-        return self.end_exchange(self.begin_exchange(row))
 
     def exchange_bytes(self, message: bytes) -> list[bytes]:
         """All-gather the lengths, then the messages padded to the longest.

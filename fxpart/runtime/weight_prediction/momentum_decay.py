@@ -13,15 +13,16 @@ import math
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from fxpart.runtime.weight_prediction.adam_steps import AdamStep, apply_adam_steps
 from fxpart.runtime.weight_prediction.future_options import Options
-from fxpart.runtime.weight_prediction.predictor import Predictor
-from fxpart.runtime.weight_prediction.sgd_steps import (
+from fxpart.runtime.weight_prediction.optimizer_steps import (
+    AdamStep,
+    apply_adam_steps,
     combine_linearly,
     compute_zero_gradient_factors,
+    step_class,
 )
+from fxpart.runtime.weight_prediction.predictor import Predictor
 from fxpart.runtime.weight_prediction.shadow import ShadowPredictor
-from fxpart.runtime.weight_prediction.step_class import step_class
 
 
 def make_decaying_predictor(

@@ -16,8 +16,7 @@ import torch
 
 from fxpart.compat import get_write_count, view_base
 from fxpart.errors import FxpartError, error
-from fxpart.runtime.weights.parameter_swap import swap_parameter_data
-from fxpart.runtime.weights.weight_stash import Tensors
+from fxpart.runtime.weights.weight_stash import Tensors, swap_parameter_data
 from fxpart.schedule.weight_modes import FLUSH
 
 

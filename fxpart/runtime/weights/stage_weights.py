@@ -20,31 +20,22 @@ from fxpart.runtime.weights.counters import (
     make_recent_log,
     make_schedule_mismatch_error,
 )
-from fxpart.runtime.weights.parameter_swap import swap_parameter_data
-from fxpart.runtime.weights.weight_stash import Tensors, WeightSource, storage_bytes
+from fxpart.runtime.weights.weight_stash import (
+    Tensors,
+    WeightSource,
+    storage_bytes,
+    swap_parameter_data,
+)
 from fxpart.runtime.weights.weight_store import StatefulRule, WeightStore
 from fxpart.runtime.weights.weight_update import (
     ANNEALING_PER_STALENESS,
+    MicrobatchInFlight,
     PredictionErrorProbe,
     discount_learning_rates,
     has_finite_gradients,
 )
 from fxpart.schedule.versions import WeightRead, WeightVersionCounters
 from fxpart.schedule.weight_modes import WeightMode
-
-
-class _MicrobatchInFlight:
-    """A microbatch between its forward and its backward."""
-
-    __slots__ = ("read", "received", "source", "watched")
-
-    def __init__(
-        self, read: WeightRead, source: WeightSource, received: Mapping[torch.Tensor, torch.Tensor]
-    ) -> None:
-        self.read = read
-        self.source = source
-        self.received = received
-        self.watched: PredictionErrorProbe | None = None
 
 
 class StageWeights(WeightStore):
@@ -95,7 +86,7 @@ class StageWeights(WeightStore):
         if mode.feedback and max(versions.ahead) > 1:
             self._feedback = ErrorFeedback(self._parameters, mode.feedback)
         self.listeners: list[Callable[[int], object]] = []
-        self._in_flight: dict[int, _MicrobatchInFlight] = {}
+        self._in_flight: dict[int, MicrobatchInFlight] = {}
         self._received_weights: dict[int, Mapping[torch.Tensor, torch.Tensor]] = {}
         self._next_forward = self._backwards_done = 0
         self._recent: deque[MicrobatchWeightUse] = make_recent_log()
@@ -128,7 +119,7 @@ class StageWeights(WeightStore):
         if self.mode.backward != "forward" and is_compiled(self._module):
             raise make_compiled_stage_error(self.mode)
         source = self._source(read)
-        flight = _MicrobatchInFlight(read, source, self._received_weights.pop(microbatch, {}))
+        flight = MicrobatchInFlight(read, source, self._received_weights.pop(microbatch, {}))
         tensors = self._find(source, microbatch)
         if tensors is not None and self._measures_error(microbatch, read):
             flight.watched = PredictionErrorProbe(self._parameters, tensors)
@@ -293,7 +284,7 @@ class StageWeights(WeightStore):
     def _source(self, read: WeightRead) -> WeightSource:
         return WeightSource(read.version, read.look_forward)
 
-    def _backward_source(self, flight: _MicrobatchInFlight) -> WeightSource:
+    def _backward_source(self, flight: MicrobatchInFlight) -> WeightSource:
         """Return the weights that a microbatch's backward reads."""
         read = flight.read
         if self.mode.backward == "forward":
@@ -322,7 +313,7 @@ class StageWeights(WeightStore):
             computed = self._correction.corrected(-source.look)
         return self._stash.put(source, [computed[at] for at in self._trainable])
 
-    def _can_save_directly(self, flight: _MicrobatchInFlight, tensors: Tensors | None) -> bool:
+    def _can_save_directly(self, flight: MicrobatchInFlight, tensors: Tensors | None) -> bool:
         """Return whether autograd may save weights directly, as they do not change until the
         backward.
 
@@ -334,7 +325,7 @@ class StageWeights(WeightStore):
         return self._backwards_done > 0 and tensors is None and not moves
 
     def _with_weights(
-        self, tensors: Tensors | None, flight: _MicrobatchInFlight
+        self, tensors: Tensors | None, flight: MicrobatchInFlight
     ) -> AbstractContextManager[None]:
         """Put these weights, and received ones, into the parameters."""
         if tensors is None and not flight.received:
@@ -342,7 +333,7 @@ class StageWeights(WeightStore):
         return self._swap_both(tensors, flight)
 
     @contextmanager
-    def _swap_both(self, tensors: Tensors | None, flight: _MicrobatchInFlight) -> Iterator[None]:
+    def _swap_both(self, tensors: Tensors | None, flight: MicrobatchInFlight) -> Iterator[None]:
         with swap_parameter_data(self._parameters, tensors):
             with swap_parameter_data(list(flight.received), list(flight.received.values())):
                 yield

@@ -5,12 +5,14 @@ from __future__ import annotations
 import cmath
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from fxpart.runtime.weight_prediction import Predictor, discounted_lr
+from fxpart.runtime.weights.weight_stash import WeightSource
+from fxpart.schedule.versions import WeightRead
 
 # Updates per update of staleness after which a discount ends, if the length of the run is unknown.
 ANNEALING_PER_STALENESS = 100
@@ -121,3 +123,17 @@ def _distance(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> f
     for a, b in zip(some, others, strict=True):
         total += float(torch.linalg.vector_norm(a - b.detach(), dtype=torch.float64)) ** 2
     return math.sqrt(total)
+
+
+class MicrobatchInFlight:
+    """A microbatch between its forward and its backward."""
+
+    __slots__ = ("read", "received", "source", "watched")
+
+    def __init__(
+        self, read: WeightRead, source: WeightSource, received: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
+        self.read = read
+        self.source = source
+        self.received = received
+        self.watched: PredictionErrorProbe | None = None

@@ -318,11 +318,11 @@ def test_complex_parameters() -> None:
 
 def test_large_and_strided_parameters() -> None:
     """Cut into blocks, or not: the same bits."""
-    from fxpart.runtime.weight_prediction import adam_steps
+    from fxpart.runtime.weight_prediction import optimizer_steps
 
     torch.manual_seed(0)
     for rule in ("linear", "decaying"):
-        large = torch.randn(3, adam_steps.CPU_BLOCK + 5)
+        large = torch.randn(3, optimizer_steps.CPU_BLOCK + 5)
         weights = [nn.Parameter(large), nn.Parameter(large.t()), nn.Parameter(torch.randn(7))]
         optimizer = torch.optim.AdamW(weights, lr=0.01)
         look = make_predictor(rule, optimizer)

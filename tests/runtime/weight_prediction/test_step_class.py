@@ -14,7 +14,7 @@ from torch import nn
 
 from fxpart.runtime.weight_prediction import RULES, make_predictor
 from fxpart.runtime.weight_prediction.difference import DifferencePredictor
-from fxpart.runtime.weight_prediction.step_class import step_class
+from fxpart.runtime.weight_prediction.optimizer_steps import step_class
 from fxpart.runtime.weights import StageWeights
 from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import MODES, WeightMode

@@ -1,4 +1,8 @@
-"""Adam steps some updates ahead, computed in blocks without temporary copies of all weights."""
+"""The step of an optimizer: its torch.optim class, and SGD and Adam steps some updates ahead.
+
+SGD steps are always ``a W + b x``, with two factors per group. Adam steps are computed in blocks,
+without temporary copies of all weights.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fxpart.compat import (
+    foreach_add,
     foreach_add_,
     foreach_addcdiv_,
     foreach_copy_,
@@ -17,7 +22,38 @@ from fxpart.compat import (
     foreach_mul_,
     foreach_shift_,
     foreach_sqrt,
+    step_of,
+    steps_as_its_class,
 )
+from fxpart.runtime.weight_prediction.future_options import Options
+
+# Attributes that a subclass may define without changing the step; overriding any other attribute of
+# its base counts as a different step.
+_HARMLESS = frozenset(
+    {
+        "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__init__", "__module__",
+        "__orig_bases__", "__parameters__", "__qualname__", "__repr__", "__slots__", "__str__",
+        "__static_attributes__", "__weakref__", "add_param_group", "step",
+    }
+)  # fmt: skip
+
+
+def step_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
+    """Return the torch.optim class with the same update, or None if the optimizer has its own.
+
+    A subclass counts as its base if it overrides neither ``step`` nor anything that ``step`` may
+    use. A step that a learning-rate scheduler wraps on the instance counts as the class's.
+    """
+    kind = type(optimizer)
+    if not steps_as_its_class(optimizer):
+        return None
+    for base in kind.__mro__:
+        if getattr(torch.optim, base.__name__, None) is base and base is not torch.optim.Optimizer:
+            return base if step_of(kind) is step_of(base) else None
+        if any(hasattr(base.__mro__[1], name) for name in vars(base) if name not in _HARMLESS):
+            return None
+    return None
+
 
 # Elements per block: fits the cache of a CPU core, and fills a GPU.
 CPU_BLOCK = 1 << 16
@@ -106,3 +142,40 @@ def blocks(
             filled += piece[0].numel()
     if places:
         yield places, pieces
+
+
+def combine_linearly(
+    weights: Sequence[torch.Tensor], others: Sequence[torch.Tensor], of_weight: float, of: float
+) -> list[torch.Tensor]:
+    """Return ``of_weight * weights + of * others`` as new tensors, without other allocations."""
+    if of_weight == 1.0:
+        return foreach_add(weights, others, alpha=of)
+    made = foreach_mul(weights, [of_weight] * len(weights))
+    foreach_add_(made, others, alpha=of)
+    return made
+
+
+def compute_zero_gradient_factors(options: Sequence[Options]) -> tuple[float, float]:
+    """Return the factors of W and of the momentum buffer v after SGD steps with zero gradients.
+
+    One step is linear in both: g = d W (weight decay d), v <- m v + (1 - dampening) g, and W <- W -
+    lr v, or W - lr (g + m v) with Nesterov. Without decay the factors are 1 and -lr (m - m^(s+1)) /
+    (1 - m) after s steps.
+    """
+    weight, velocity = (1.0, 0.0), (0.0, 1.0)  # each as factors of the current W and v
+    for step in options:
+        lr, m, decay = step["lr"], step["momentum"], step["weight_decay"]
+        gradient = (decay * weight[0], decay * weight[1])
+        if not m:
+            move = gradient
+        else:
+            undamped = 1 - step["dampening"]
+            velocity = (
+                m * velocity[0] + undamped * gradient[0],
+                m * velocity[1] + undamped * gradient[1],
+            )
+            move = velocity
+            if step["nesterov"]:
+                move = (gradient[0] + m * velocity[0], gradient[1] + m * velocity[1])
+        weight = (weight[0] - lr * move[0], weight[1] - lr * move[1])
+    return weight
