@@ -94,8 +94,8 @@ bench: $(STAMP)  ## every figure that the README quotes
 gpu:  ## check numbers, times and memory on the GPU of this machine, with the Python that is active
 	$${GPU_PYTHON:-python3} tests/gpu/check.py
 
-chaos: $(STAMP)  ## long runs: kill -9 and restarts by the hundred, 20,000 steps, random schedules, fuzzed files
-	for name in transfers soak equality kills launcher_kills starts restarts saving_killed faults schedules_checked fuzz; do echo "== $$name"; \
+chaos: $(STAMP)  ## long runs: kill -9 and restarts by the hundred, 20,000 steps, random schedules and plans, fuzzed files
+	for name in transfers soak equality kills launcher_kills starts restarts saving_killed faults schedules_checked laws fuzz; do echo "== $$name"; \
 		$(QUIET) $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done
 
 PAGES := notebooks schedule_pages cluster_pages asynchronous_pages delayed_quadratic api_pages document_pictures

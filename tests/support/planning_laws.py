@@ -12,7 +12,7 @@ import msgspec
 from fxpart.costmodels import Roofline
 from msgspec.structs import replace
 from planning_cases import Constraints, PlanningCase, captured, mean_loss, with_devices
-from planning_outcomes import EXACT, Outcome, attempt, different, slower
+from planning_outcomes import EXACT, NothingToCheckError, Outcome, attempt, different, slower
 from planning_report_laws import printed_numbers, what_if
 
 import fxpart
@@ -82,6 +82,8 @@ def permuted_devices(case: PlanningCase, base: Outcome, rng: random.Random) -> I
     """The order in which a cluster lists its devices changes nothing."""
     devices = list(case.cluster.devices)
     rng.shuffle(devices)
+    if devices == list(case.cluster.devices):
+        raise NothingToCheckError
     made = with_devices(case.cluster, tuple(devices))
     order = [d.name for d in devices]
     yield from different(f"order {order}", base, attempt(case, made))
@@ -181,7 +183,7 @@ def reported_decisions(plan: Plan) -> Constraints:
 def fixed_decisions(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterator[str]:
     """Fixing what a plan reports keeps its step time; each decision alone too."""
     if base.plan is None or base.plan.replicas or "copies" in case.constraints:
-        return
+        raise NothingToCheckError
     given = reported_decisions(base.plan)
     if "mesh" in case.constraints:
         given = {k: v for k, v in given.items() if k not in ("dp", "tp")}
@@ -191,13 +193,15 @@ def fixed_decisions(case: PlanningCase, base: Outcome, rng: random.Random) -> It
     if rng.random() < 0.5 and given:
         key = rng.choice(sorted(given))
         given = {key: given[key]}
+    if not given:
+        raise NothingToCheckError
     yield from different(f"fixed {given}", base, attempt(case, **given))
 
 
 def forbidden_decision(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterator[str]:
     """Forbidding a decision of the plan changes it, and is never faster."""
     if base.plan is None or base.plan.replicas or set(case.constraints) & {"forbid", "copies"}:
-        return
+        raise NothingToCheckError
     given = reported_decisions(base.plan)
     if case.constraints.get("mode") == "queue":
         given = {k: v for k, v in given.items() if k in ("microbatches", "stages")}
@@ -232,20 +236,20 @@ def larger_space(case: PlanningCase, base: Outcome, rng: random.Random) -> Itera
     ]
     given = rng.choice(options)
     if set(given) & set(case.constraints) or case.constraints.get("mode") == "queue":
-        return
+        raise NothingToCheckError
     if case.constraints.get("copies") == "always" and set(given) - {"microbatches", "stages"}:
-        return
+        raise NothingToCheckError
     if "mesh" in case.constraints and set(given) & {"tp", "dp", "zero", "copies"}:
-        return
+        raise NothingToCheckError
     if "mode" in case.constraints and set(given) & {"zero", "schedule"}:
-        return
+        raise NothingToCheckError
     if "schedule" in case.constraints or ("mesh" in given and "zero" in case.constraints):
-        return
+        raise NothingToCheckError
     try:
         other = attempt(case, **given)
     except FxpartError as fault:
         if {problem.code for problem in fault.problems} <= {"FXP105", "FXP109"}:
-            return  # axes that the model does not have
+            raise NothingToCheckError from fault  # axes that the model does not have
         raise
     yield from slower(f"free beside {given}", base, other)
 
@@ -253,10 +257,10 @@ def larger_space(case: PlanningCase, base: Outcome, rng: random.Random) -> Itera
 def whole_space(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterator[str]:
     """No combination of fixed degrees, stages, ZeRO level, schedule and microbatches is faster."""
     if "mode" in case.constraints or len(case.cluster.devices) > 4:
-        return
+        raise NothingToCheckError
     decisions = {"dp", "tp", "stages", "zero", "schedule", "microbatches"}
     if set(case.constraints) & {*decisions, "mesh", "forbid", "copies"}:
-        return
+        raise NothingToCheckError
     count, rows = len(case.cluster.devices), case.shape.rows
     for dp, tp, stages in product(range(1, count + 1), repeat=3):
         if dp * tp * stages > count or rows % dp:
@@ -278,7 +282,7 @@ def whole_space(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterat
 def larger_schedules(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterator[str]:
     """More schedules or modes to choose from are never slower."""
     if set(case.constraints) & {"mode", "schedule", "mesh", "copies"}:
-        return
+        raise NothingToCheckError
     names = ["1f1b", "gpipe", "zb-h1"]
     rng.shuffle(names)
     some = attempt(case, schedule=names[0])
@@ -292,7 +296,7 @@ def larger_schedules(case: PlanningCase, base: Outcome, rng: random.Random) -> I
 def same_bytes(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterator[str]:
     """The same input gives the same bytes, also captured again."""
     if base.plan is None:
-        return
+        raise NothingToCheckError
     x, y = case.shape.batch()
     again = fxpart.compile(
         case.shape.build(), case.cluster, example_inputs=(x, y), loss=mean_loss, check="off",
@@ -309,7 +313,7 @@ def bounds(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterator[st
     """No printed bound is above its objective, or above the closed form that is minimized."""
     plan = base.plan
     if plan is None:
-        return
+        raise NothingToCheckError
     for name in ("certificate", "degrees"):
         one = getattr(plan, name)
         if one is None:
@@ -342,8 +346,14 @@ LAWS: dict[str, Law] = {
 }
 
 
-def check_law(name: str, case: PlanningCase, base: Outcome | None = None) -> list[str]:
-    """Return the violations of a law on a case. base: the case's own plan, if known."""
+def check_law(name: str, case: PlanningCase, base: Outcome | None = None) -> list[str] | None:
+    """Return the violations of a law on a case; None if it says nothing about the case.
+
+    base: the case's own plan, if known.
+    """
     rng = random.Random(f"{name} {case.seed}")
     captured(case.shape)
-    return list(LAWS[name](case, base or attempt(case), rng))
+    try:
+        return list(LAWS[name](case, base or attempt(case), rng))
+    except NothingToCheckError:
+        return None

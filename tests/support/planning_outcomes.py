@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
-from planning_cases import PlanningCase
+import msgspec
+from planning_cases import Constraints, NetworkShape, PlanningCase
 
-from fxpart import Cluster, FxpartError, Plan
+from fxpart import Cluster, FxpartError, Plan, Program
 from fxpart.costs import CostModel
 
 EXACT = 1e-9
@@ -15,12 +17,17 @@ INFEASIBLE = {"FXP202", "FXP204", "FXP205"}
 NEVER = float("inf")
 
 
+class NothingToCheckError(Exception):
+    """A law says nothing about a case."""
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """A plan, or the codes of the error that was raised instead."""
+    """The program of a plan, or the codes of the error that was raised instead."""
 
     plan: Plan | None
     codes: tuple[str, ...] = ()
+    program: Program | None = field(default=None, compare=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -55,14 +62,40 @@ def attempt(
     cost_model: str | CostModel = "auto",
     **constraints: int | float | str | bool,
 ) -> Outcome:
-    """Return the best plan, or the error where nothing fits; other errors are raised."""
+    """Return the best plan, or the error where nothing fits; other errors are raised.
+
+    Several laws request the same plan, so the outcomes of the last case are kept.
+    """
+    given = {**case.constraints, **constraints}
+    key = msgspec.json.encode((cluster or case.cluster, sorted(given.items())))
+    if cost_model != "auto" or key not in (kept := _find_outcomes(case.shape)):
+        made = _plan(case, cluster, cost_model, constraints)
+        if cost_model != "auto":
+            return made
+        kept[key] = made
+    return kept[key]
+
+
+@lru_cache(maxsize=1)
+def _find_outcomes(shape: NetworkShape) -> dict[bytes, Outcome]:
+    """Return the kept outcomes of the last model, by cluster and constraints."""
+    return {}
+
+
+def _plan(
+    case: PlanningCase,
+    cluster: Cluster | None,
+    cost_model: str | CostModel,
+    constraints: Constraints,
+) -> Outcome:
     try:
-        return Outcome(case.compile(cluster, cost_model=cost_model, **constraints).plan)
+        program = case.compile(cluster, cost_model=cost_model, **constraints)
     except FxpartError as fault:
         codes = tuple(sorted({problem.code for problem in fault.problems}))
         if not set(codes) <= INFEASIBLE:
             raise
         return Outcome(None, codes)
+    return Outcome(program.plan, program=program)
 
 
 def slower(text: str, better: Outcome, base: Outcome) -> Iterator[str]:

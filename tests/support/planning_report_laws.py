@@ -14,7 +14,7 @@ from figures_in_text import agree, check_text
 from msgspec.structs import replace
 from pages import Page
 from planning_cases import PlanningCase, with_devices
-from planning_outcomes import EXACT, NEVER, Outcome
+from planning_outcomes import EXACT, NEVER, NothingToCheckError, Outcome
 
 from fxpart import FxpartError, Plan, units
 from fxpart.planner.degrees import build_joint_problem
@@ -29,7 +29,7 @@ def printed_numbers(case: PlanningCase, base: Outcome, rng: random.Random) -> It
     """Every number of the explanation follows from the plan's JSON; text and page show the same."""
     plan = base.plan
     if plan is None or plan.replicas or plan.staleness:
-        return
+        raise NothingToCheckError
     wanted = recomputed(json.loads(plan.dumps()))
     try:
         agree(json.loads(msgspec.json.encode(explanation(plan))), wanted)
@@ -73,8 +73,9 @@ def _find_missing(page: Page, plan: Plan) -> Iterator[str]:
 def what_if(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterator[str]:
     """An estimate after a change is that of the changed cluster, or names what was not priced."""
     if base.plan is None or case.constraints:
-        return
-    program = case.compile()
+        raise NothingToCheckError
+    program = base.program
+    assert program is not None, "the outcome of a plan has its program"
     problem, plan, cluster = program.costed(), program.plan, case.cluster
     if problem.worst:
         assert list_unpriced(problem, plan, WhatIfChange())
