@@ -48,6 +48,7 @@ from fxpart.planner.prepared_model import (
     PreparedModel,
     describe_request,
     with_model_profile,
+    with_optimizer_parts,
 )
 from fxpart.planner.request import PlanRequest, find_cluster, make_request
 from fxpart.planner.sharding_decision import parse_annotation_constraint
@@ -173,7 +174,7 @@ class Program:
         check_precision(request)
         request = with_model_profile(request, self.plan.model)
         front = PreparedModel(
-            request,
+            with_optimizer_parts(request, self.captured),
             self.captured,
             self.prepared,
             self.plan.model,

@@ -47,12 +47,14 @@ def test_parts_that_may_be_updated_separately(
     assert found.apart == apart
 
 
-def plan_for(optimizer: object, **constraints: Any) -> tuple[Program, Any]:
+def plan_for(
+    optimizer: object, cluster: str = "local:4", **constraints: Any
+) -> tuple[Program, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 32))
     batch = torch.randint(0, 32, (8,)), torch.randint(0, 32, (8,))
     made = fxpart.compile(
-        model, "local:4", example_inputs=batch, loss=nn.functional.cross_entropy,
+        model, cluster, example_inputs=batch, loss=nn.functional.cross_entropy,
         optimizer=optimizer, check="off", constraints=constraints,
     )  # fmt: skip
     return made, batch
@@ -93,7 +95,13 @@ def test_plans_for_an_optimizer_are_run(
 def test_constraints_that_the_optimizer_cannot_follow(
     optimizer: object, constraints: dict[str, Any], code: str
 ) -> None:
-    with pytest.raises(FxpartError) as caught:
-        plan_for(optimizer, **constraints)
-    assert {problem.code for problem in caught.value.problems} == {code}
-    assert "optimizer" in caught.value.problems[0].where
+    """A plan for another cluster follows the optimizer, too."""
+    program, _ = plan_for(optimizer, "local:1")
+    for plan in (
+        lambda: plan_for(optimizer, **constraints),
+        lambda: program.replan("local:4", constraints=constraints),
+    ):
+        with pytest.raises(FxpartError) as caught:
+            plan()
+        assert {problem.code for problem in caught.value.problems} == {code}
+        assert "optimizer" in caught.value.problems[0].where
