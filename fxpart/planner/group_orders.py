@@ -135,7 +135,10 @@ def _list_even_orders(
 
 
 def _list_groups(cluster: Cluster, left: Sequence[int], width: int) -> Iterator[tuple[int, ...]]:
-    """Yield groups of devices, those of one host next to each other, hosts in any order."""
+    """Yield groups of devices, hosts in any order: one after the other, or taking turns.
+
+    Where hosts take turns, the ranks of an inner axis are on several hosts.
+    """
     index = LinkIndex(cluster)
     named = any(index.group(device.name) == device.name for device in cluster.devices)
     hosts = list(dict.fromkeys(cluster.devices[each].host for each in left))
@@ -146,9 +149,23 @@ def _list_groups(cluster: Cluster, left: Sequence[int], width: int) -> Iterator[
             for first, *others in combinations(ordered, width):
                 yield from ((first, *rest) for rest in permutations(others))
         elif comb(len(left), width) <= _GROUPS:
-            yield from combinations(ordered, width)
+            for group in combinations(ordered, width):
+                yield group
+                yield _take_turns(cluster, group)
         else:
             yield from (tuple(ordered[k : k + width]) for k in range(len(left) - width + 1))
+
+
+def _take_turns(cluster: Cluster, group: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the devices with the first of each host first, then the second of each."""
+    seen: Counter[str] = Counter()
+    turns = []
+    for device in group:
+        host = cluster.devices[device].host
+        turns.append((seen[host], device))
+        seen[host] += 1
+    places = sorted(range(len(group)), key=lambda place: turns[place][0])
+    return tuple(group[place] for place in places)
 
 
 def _rate(

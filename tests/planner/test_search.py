@@ -64,6 +64,26 @@ def test_pairs_avoid_the_slowest_link_where_devices_remain() -> None:
     assert any({4, 5} not in pairs and set().union(*pairs) == set(range(6)) for pairs in first)
 
 
+def test_hosts_take_turns_in_a_group_of_all_devices() -> None:
+    """Tensor ranks on both hosts, whose own links start slowly: in either order of the devices."""
+    every = {"memory": 1 << 30, "flops": {"float32": 1e12}, "bandwidth": 1e11}
+    devices = [
+        Device(name=f"d{n}", kind="gpu", model="m", host=f"h{n // 4}", **every)  # type: ignore[arg-type]
+        for n in range(8)
+    ]
+    links = (
+        Link(source="h0", target="h0", latency=1e-4, bandwidth=1e9),
+        Link(source="h1", target="h1", latency=1e-4, bandwidth=1e9),
+        Link(source="*", target="*", latency=1e-6, bandwidth=1e9),
+    )
+    for order in (range(8), (0, 4, 1, 5, 2, 6, 3, 7)):
+        cluster = Cluster(name="turns", devices=tuple(devices[n] for n in order), links=links)
+        request = make_request(cluster, "adamw", "auto", {"mesh": "dp=2,tp=4", "stages": 1}, 0)
+        found = expand_assignments(request, StageAssignment(stages=1), every=True)
+        names = [[cluster.devices[n].host for n in one.order or range(8)] for one in found]
+        assert ["h0", "h1"] * 4 in names
+
+
 @pytest.mark.parametrize("every", [False, True])
 def test_devices_in_one_order_are_priced_once(every: bool) -> None:
     """Equal hosts: the order of the cluster is also the best one by speed and by links."""
