@@ -115,7 +115,7 @@ def _export_configuration(
 def _find_plan(request: CommandLineRequest) -> tuple[Plan, Sequence[str]]:
     """Return the plan in the file that the target names, or that of the target, with its blocks."""
     from fxpart.plan.model import Plan
-    from fxpart.solver.joint.archive import get_problem_path, load
+    from fxpart.solver.archive import get_problem_path, load_joint_problem
 
     if not request.target.endswith(".json"):
         from fxpart.compiler import BLOCKS_KEY
@@ -124,7 +124,7 @@ def _find_plan(request: CommandLineRequest) -> tuple[Plan, Sequence[str]]:
         return program.plan, [block.name for block in program.prepared.meta[BLOCKS_KEY]]
     plan = Plan.load(request.target)
     costed = get_problem_path(request.target)
-    return plan, load(costed).blocks if costed.exists() else ()
+    return plan, load_joint_problem(costed).blocks if costed.exists() else ()
 
 
 def _write_files(folder: Path, made: EngineConfiguration) -> None:

@@ -80,12 +80,12 @@ def command(
 def _compare(request: CommandLineRequest, source: str, path: str | None, as_json: bool) -> int:
     """Compare another engine's configuration with the best plan; write that plan if requested."""
     from fxpart.cli.plan_from import compare_with, print_comparison
-    from fxpart.solver.joint.archive import get_problem_path, save
+    from fxpart.solver.archive import get_problem_path, save_problem
 
     found = compare_with(request, source)
     if path is not None:
         found.best.plan.dump(path)
-        save(found.best.costed(), get_problem_path(path))
+        save_problem(found.best.costed(), get_problem_path(path))
         output.note(f"wrote {path} and {get_problem_path(path)}")
     print_comparison(found, as_json)
     return 0
@@ -123,12 +123,12 @@ def _write(
 ) -> None:
     """Write the plan and its problem to files, or the plan to stdout; print the explanation."""
     from fxpart.report.explanation_text import explain
-    from fxpart.solver.joint.archive import get_problem_path, save
+    from fxpart.solver.archive import get_problem_path, save_problem
 
     if path is not None:
         assert problem is not None, "a written plan has a costed problem"
         plan.dump(path)
-        save(problem, get_problem_path(path))
+        save_problem(problem, get_problem_path(path))
         output.note(f"wrote {path} and {get_problem_path(path)}")
     if as_json or path is None:
         output.text(plan.dumps().rstrip("\n"))

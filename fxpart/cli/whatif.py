@@ -61,11 +61,11 @@ def command(plan: str, problem: str | None, time_limit: float, as_json: bool, **
     """
     from fxpart.plan.model import Plan
     from fxpart.planner.whatif import WhatIfChange, solve_whatif
-    from fxpart.solver.joint.archive import get_problem_path, load
+    from fxpart.solver.archive import get_problem_path, load_joint_problem
     from fxpart.solver.joint.constraints.parse import parse_constraint
 
     loaded = Plan.load(plan)
-    costed = load(problem or get_problem_path(plan))
+    costed = load_joint_problem(problem or get_problem_path(plan))
     constraints = [parse_constraint("fix", text) for text in given.pop("fix")]
     constraints += [parse_constraint("forbid", text) for text in given.pop("forbid")]
     found = solve_whatif(

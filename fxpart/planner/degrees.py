@@ -40,7 +40,7 @@ from fxpart.solver.joint.choice_translation import ChoiceTranslation
 from fxpart.solver.joint.constraints.apply import apply_constraints, with_options
 from fxpart.solver.joint.constraints.parse import parse_constraints
 from fxpart.solver.joint.objective import uniform_degrees
-from fxpart.solver.joint.portfolio import solve, status_of
+from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import (
     JointProblem,
     JointSolution,
@@ -48,6 +48,7 @@ from fxpart.solver.joint.problem import (
     count_option_devices,
 )
 from fxpart.solver.problem import RECOMPUTE_MODES
+from fxpart.solver.solution import status_of
 from fxpart.solver.work import work_seconds
 
 if TYPE_CHECKING:

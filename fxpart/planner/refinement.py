@@ -25,9 +25,10 @@ from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.program.spec import ProgramSpec
 from fxpart.schedule.host_contention import average_computing_stages
 from fxpart.solver.objective import PartitionEvaluation, StageCost, evaluate
-from fxpart.solver.portfolio import solve, status_of
+from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
 from fxpart.solver.schedule_costs import get_fill_fraction, step_seconds
+from fxpart.solver.solution import status_of
 
 if TYPE_CHECKING:
     from fxpart.capture import CapturedModel

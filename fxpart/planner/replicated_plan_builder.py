@@ -25,7 +25,6 @@ from fxpart.planner.refinement import (
     measured_whole,
 )
 from fxpart.program.replicas import get_replica_rounds
-from fxpart.solver.portfolio import status_of
 from fxpart.solver.problem import PartitionChoice, Solution
 from fxpart.solver.replicated_chain.objective import (
     ReplicaGroupCost,
@@ -39,6 +38,7 @@ from fxpart.solver.replicated_chain.problem import (
     ReplicatedChainSolution,
 )
 from fxpart.solver.replicated_chain.round_robin import find_shortest_round
+from fxpart.solver.solution import status_of
 
 if TYPE_CHECKING:
     from fxpart.planner.prepared_model import PreparedModel

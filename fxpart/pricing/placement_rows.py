@@ -18,14 +18,9 @@ from math import inf
 import msgspec
 
 from fxpart.pricing.placement_mapping import PlacementMapping, Rows
-from fxpart.solver.placement.portfolio import (
-    PROVEN,
-    PlacementSolution,
-    evaluate,
-    solve_placement,
-    status_of,
-)
+from fxpart.solver.placement.portfolio import CLOSE, PlacementSolution, evaluate, solve_placement
 from fxpart.solver.placement.problem import keep_strategies
+from fxpart.solver.solution import PROVEN, status_of
 from fxpart.solver.work import work_seconds
 
 _PARTS = 16  # restricted problems that are solved at most
@@ -117,5 +112,5 @@ def solve_rows(
         )
     proven = min(bound, search.best.seconds)
     return msgspec.structs.replace(
-        search.best, bound=proven, status=status_of(search.best.seconds, proven)
+        search.best, bound=proven, status=status_of(search.best.seconds, proven, CLOSE)
     )

@@ -23,7 +23,8 @@ from fxpart.solver.assignment.problem import (
     StageFlow,
 )
 from fxpart.solver.assignment.units import has_whole_replicas
-from fxpart.solver.joint.problem import LinearCost, Status
+from fxpart.solver.joint.problem import LinearCost
+from fxpart.solver.solution import Status
 
 if TYPE_CHECKING:
     from fxpart.cluster.devices import Link

@@ -1,4 +1,4 @@
-"""Problems as JSON, to archive and solve again elsewhere: numbers only, no model."""
+"""Problems as JSON, to archive and solve again elsewhere: numbers only, without model and torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 
 from fxpart.errors import error
 from fxpart.files import from_json, read_bytes
-from fxpart.solver.problem import PartitionProblem
-from fxpart.solver.validate import check_problem
+from fxpart.solver.joint.problem import JointProblem
+from fxpart.solver.joint.validate import check_joint_problem
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -59,17 +59,17 @@ def read(path: str | Path) -> bytes:
         ) from None
 
 
-def problem_to_json(problem: PartitionProblem) -> bytes:
-    """Return the partition problem as canonical JSON."""
-    return encode(problem)
+def decode_joint_problem(data: bytes | str, where: str = "problem") -> JointProblem:
+    """Return the joint problem that was encoded; raise FXP206 with every invalid number."""
+    return decode(data, JointProblem, check_joint_problem, where)
 
 
-def problem_from_json(data: bytes | str, where: str = "problem") -> PartitionProblem:
-    """Return the problem that :func:`problem_to_json` wrote; raise FXP206 with every invalid
-    number."""
-    return decode(data, PartitionProblem, check_problem, where)
+def load_joint_problem(path: str | Path) -> JointProblem:
+    """Return the joint problem in a file; raise FXP206 if there is none."""
+    return decode_joint_problem(read(path), str(path))
 
 
-def load_problem(path: str | Path) -> PartitionProblem:
-    """Read a problem that :func:`save_problem` wrote; raise FXP206 if that is not possible."""
-    return problem_from_json(read(path), str(path))
+def get_problem_path(plan: str | Path) -> Path:
+    """Return the path of a plan file's costed problem: ``plan.json`` -> ``plan.problem.json``."""
+    path = Path(plan)
+    return path.with_name(f"{path.stem}.problem.json")

@@ -29,9 +29,7 @@ def explain_infeasible(
     exist or ``time_limit`` (seconds) was too short to decide.
     """
     deadline = work_seconds() + time_limit
-    pieces = PartitionSearch(
-        problem, PartitionRecord(PartitionScorer(problem)), deadline
-    ).tables.units
+    pieces = PartitionSearch(problem, PartitionRecord(problem), deadline).tables.units
     most = min(pieces, problem.max_stages)
     if problem.min_stages > most:
         return (_too_few_pieces(problem, pieces),)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
-from typing import Literal, get_args
+from typing import get_args
 
 import msgspec
 
@@ -13,14 +12,11 @@ from fxpart.solver.infeasible import explain_infeasible
 from fxpart.solver.objective import PartitionScorer
 from fxpart.solver.problem import PartitionProblem, Solution
 from fxpart.solver.search import PartitionRecord, PartitionSearch
+from fxpart.solver.solution import Solver, check_arguments, status_of
 from fxpart.solver.validate import check_problem
 from fxpart.solver.work import work_seconds
 
-__all__ = ["Solver", "explain_infeasible", "solution", "solve"]
-
-PROVEN = 1e-6  # a proven gap up to this is "optimal": the step time's sums are rounded
-CLOSE = 0.01  # a larger gap up to this is "within gap"
-Solver = Literal["auto", "dp", "cp-sat"]
+__all__ = ["Solver", "explain_infeasible", "solve"]
 
 
 def solve(
@@ -38,13 +34,7 @@ def solve(
     FXP109 for an unknown solver or an invalid time limit.
     """
     deadline = work_seconds() + time_limit
-    if solver not in get_args(Solver) or not time_limit >= 0:
-        raise error(
-            "FXP109",
-            where=f"solve(solver={solver!r}, time_limit={time_limit!r})",
-            why="The solver is unknown." if time_limit >= 0 else "The time limit is negative.",
-            fix="Use solver 'auto', 'dp' or 'cp-sat', and a time limit of 0 or more.",
-        )
+    check_arguments("solve", solver, get_args(Solver), time_limit)
     check_problem(problem)
     if solver == "cp-sat" and problem.recompute != ("none",):
         raise error(
@@ -58,17 +48,17 @@ def solve(
         bare = msgspec.structs.replace(problem, once=0.0)
         found = solve(bare, time_limit=left, seed=seed, solver=solver)
         return _with_constant(found, problem)
-    record = PartitionRecord(PartitionScorer(problem))
+    record = PartitionRecord(problem)
     for choice in first_choices(problem, deadline):
         record.add(choice)
     if solver == "cp-sat":
         from fxpart.solver.ilp import solve_cp_sat  # OR-Tools is slow to import, and rarely needed
 
-        return solution(record, solve_cp_sat(problem, record, deadline, seed), "cp-sat")
+        return record.solution(solve_cp_sat(problem, record, deadline, seed), "cp-sat")
     search = PartitionSearch(problem, record, deadline)
     if search.prove():
         search.refine()
-    return solution(record, search.bound, "dp")
+    return record.solution(search.bound, "dp")
 
 
 def _with_constant(found: Solution, problem: PartitionProblem) -> Solution:
@@ -80,27 +70,3 @@ def _with_constant(found: Solution, problem: PartitionProblem) -> Solution:
     bound = min(bound, objective)
     status = status_of(objective, bound)
     return msgspec.structs.replace(found, objective=objective, bound=bound, status=status)
-
-
-def solution(record: PartitionRecord, bound: float, solver: str) -> Solution:
-    """Return the solution for ``record`` and a proven lower bound in seconds."""
-    bound = min(bound, record.seconds)
-    return Solution(
-        status=status_of(record.seconds, bound),
-        choice=record.choice,
-        objective=record.seconds,
-        bound=bound,
-        solver=solver,
-        candidates=record.candidates(),
-    )
-
-
-def status_of(
-    objective: float, bound: float
-) -> Literal["optimal", "within gap", "best found", "infeasible", "unknown"]:
-    """Return the status for an objective and a proven lower bound; both in seconds."""
-    if objective == inf:
-        return "infeasible" if bound == inf else "unknown"
-    if bound >= objective * (1 - PROVEN):
-        return "optimal"
-    return "within gap" if bound >= objective * (1 - CLOSE) else "best found"

@@ -7,12 +7,13 @@ stages; stage k runs on device k. All units are seconds and bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from fxpart.plan.offload import Offload
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
+from fxpart.solver.solution import SolverResult
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -203,17 +204,4 @@ class PartitionChoice(_PartitionStruct, frozen=True, kw_only=True, forbid_unknow
     starts: tuple[int, ...]
 
 
-class Solution(_PartitionStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A solver's result. bound <= optimum <= objective; choice None means infeasible or unknown.
-
-    objective, bound: seconds; infinite if there is no choice (bound stays finite if unknown).
-    status: "optimal" to a relative 1e-6, "within gap" to 1 %. candidates: the choice first, then
-    the best others that differ in number of stages, microbatches or schedule.
-    """
-
-    status: Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
-    choice: PartitionChoice | None
-    objective: float
-    bound: float
-    solver: str
-    candidates: tuple[PartitionChoice, ...] = ()
+Solution: TypeAlias = SolverResult[PartitionChoice]

@@ -28,7 +28,7 @@ _FINE = 1000
 
 def find_feasible_choice(problem: PartitionProblem, deadline: float) -> PartitionChoice | None:
     """Return any choice that fits, or None if there is none. Raise :class:`SolverTimeout`."""
-    return PartitionSearch(problem, PartitionRecord(PartitionScorer(problem)), deadline).feasible()
+    return PartitionSearch(problem, PartitionRecord(problem), deadline).feasible()
 
 
 def extra_memory(problem: PartitionProblem, deadline: float) -> tuple[int, PartitionChoice]:
@@ -116,7 +116,7 @@ def enough_stages(problem: PartitionProblem, deadline: float) -> int | None:
     """
     low, high = (
         problem.max_stages,
-        PartitionSearch(problem, PartitionRecord(PartitionScorer(problem)), deadline).tables.units,
+        PartitionSearch(problem, PartitionRecord(problem), deadline).tables.units,
     )
     if high <= low or find_feasible_choice(with_stages(problem, high), deadline) is None:
         return None

@@ -16,52 +16,27 @@ from fxpart.solver.bounds import cheap_bound
 from fxpart.solver.dp import EXACT, StepTimeMinimizer
 from fxpart.solver.objective import PartitionScorer
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.solution import Record
 from fxpart.solver.suffix_dp import SolverTimeout, SuffixProgram
 from fxpart.solver.tables import PartitionTables
 
-ALTERNATIVES = 5  # rejected choices in a solution
 _RELAXED_RUNS = 6  # runs on a relaxation before its range of stage counts is halved
 _REFINED = 10  # alternatives that are refined; the best of them are reported
 _REFINED_GAP = 1e-3  # gap of the refinement
 
 
-class PartitionRecord:
+class PartitionRecord(Record[PartitionChoice]):
     """The best choices found: one for each number of stages, microbatches and schedule."""
 
-    def __init__(self, scorer: PartitionScorer) -> None:
-        """scorer: evaluates every choice; infeasible ones are not stored."""
-        self.scorer = scorer
-        self.seconds = inf
-        self.choice: PartitionChoice | None = None
-        self._best: dict[tuple[int, int, str], tuple[float, PartitionChoice]] = {}
+    def __init__(self, problem: PartitionProblem) -> None:
+        """Start without a choice."""
+        super().__init__(PartitionScorer(problem).evaluate)
+        self.problem = problem
 
-    def add(self, choice: PartitionChoice) -> float:
-        """Evaluate a choice and store it if it is its kind's best.
-
-        Return its seconds, or infinity.
-        """
-        evaluation = self.scorer.evaluate(choice)
-        if not evaluation.feasible:
-            return inf
-        key = self.key(choice)
-        if evaluation.seconds < self._best.get(key, (inf,))[0]:
-            self._best[key] = (evaluation.seconds, choice)
-        if evaluation.seconds < self.seconds:
-            self.seconds, self.choice = evaluation.seconds, choice
-        return evaluation.seconds
-
-    def key(self, choice: PartitionChoice) -> tuple[int, int, str]:
+    def sort(self, choice: PartitionChoice) -> tuple[int, int, str]:
         """Return the properties that distinguish kinds: stages, microbatches, schedule."""
-        m = self.scorer.problem.variants[choice.variant].microbatches
+        m = self.problem.variants[choice.variant].microbatches
         return len(choice.starts), m, choice.schedule
-
-    def candidates(self) -> tuple[PartitionChoice, ...]:
-        """Return the choice, then the best of other kinds, by step time."""
-        if self.choice is None:
-            return ()
-        mine = self.key(self.choice)
-        others = sorted((seconds, key) for key, (seconds, _) in self._best.items() if key != mine)
-        return (self.choice, *(self._best[key][1] for _, key in others[:ALTERNATIVES]))
 
 
 @dataclass(order=True)

@@ -13,7 +13,7 @@ import pytest
 from fxpart import cli
 from fxpart.plan.model import Plan
 from fxpart.planner.whatif import choice_of
-from fxpart.solver.joint.archive import get_problem_path, load
+from fxpart.solver.archive import get_problem_path, load_joint_problem
 from fxpart.solver.joint.objective import evaluate
 
 TARGET = """
@@ -70,7 +70,8 @@ def plan_of(
 
 @pytest.mark.slow
 def test_the_costed_problem_lies_beside_the_plan(folder: Path) -> None:
-    plan, problem = Plan.load(folder / "plan.json"), load(get_problem_path(folder / "plan.json"))
+    plan = Plan.load(folder / "plan.json")
+    problem = load_joint_problem(get_problem_path(folder / "plan.json"))
     assert len(plan.stages) == 4 and plan.world == 4
     found = evaluate(problem, choice_of(problem, plan))
     assert found.seconds == pytest.approx(plan.prediction.step_seconds)

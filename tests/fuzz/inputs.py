@@ -168,13 +168,14 @@ def recordings() -> list[Sample]:
 def read_problem(kind: str) -> Callable[[bytes], object]:
     def read(data: bytes) -> object:
         from fxpart.solver import archive
-        from fxpart.solver.joint import archive as joint
-        from fxpart.solver.placement import portfolio
+        from fxpart.solver.placement.problem import PlacementProblem, check
+        from fxpart.solver.problem import PartitionProblem
+        from fxpart.solver.validate import check_problem
 
         readers: dict[str, Callable[[bytes], object]] = {
-            "partition": archive.problem_from_json,
-            "placement": portfolio.problem_from_json,
-            "joint": joint.from_json,
+            "partition": lambda d: archive.decode(d, PartitionProblem, check_problem, "problem"),
+            "placement": lambda d: archive.decode(d, PlacementProblem, check, "problem"),
+            "joint": archive.decode_joint_problem,
         }
         return readers[kind](data)
 

@@ -23,8 +23,7 @@ from fxpart.errors import FxpartError
 from fxpart.files import toml
 from fxpart.plan.model import Plan
 from fxpart.sharding import Mesh
-from fxpart.solver.joint.archive import from_json
-from fxpart.solver.joint.archive import to_json as problem_to_json
+from fxpart.solver.archive import decode_joint_problem, encode
 
 
 def refused(read: Callable[[bytes], object], data: bytes) -> str:
@@ -36,9 +35,9 @@ def refused(read: Callable[[bytes], object], data: bytes) -> str:
 def test_a_joint_problem_without_a_workspace() -> None:
     import joint_problems
 
-    document = json.loads(problem_to_json(joint_problems.rich_problem(0)))
+    document = json.loads(encode(joint_problems.rich_problem(0)))
     document["works"][0]["workspace"] = []
-    assert refused(from_json, json.dumps(document).encode()) == "FXP206"
+    assert refused(decode_joint_problem, json.dumps(document).encode()) == "FXP206"
 
 
 def test_toml_keys_of_many_parts_take_no_time() -> None:

@@ -17,7 +17,7 @@ from pages import Page
 from fxpart import Program, units
 from fxpart.errors import FxpartError
 from fxpart.planner.whatif import choice_of
-from fxpart.solver.joint.archive import get_problem_path, save
+from fxpart.solver.archive import get_problem_path, save_problem
 
 QUICK = ("chain_layers", "mesh_zero_1", "async_spectrain")
 PLANS = [name for name in CASES if not name.startswith("refused")]
@@ -56,7 +56,7 @@ def arguments(name: str, path: Path, program: Program) -> list[str]:
     if name == "report":
         return [name, plan, "-o", str(path / "report.html")]
     if name == "whatif":
-        save(program.costed(), get_problem_path(plan))
+        save_problem(program.costed(), get_problem_path(plan))
         return [name, plan, "--latency", "2x", "--time-limit", "0.5"]
     return [name, plan]
 

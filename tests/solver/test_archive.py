@@ -13,24 +13,30 @@ from hypothesis import strategies as st
 from partition_problems import random_problem, transformer
 
 from fxpart.errors import FxpartError
-from fxpart.solver.archive import load_problem, problem_from_json, problem_to_json, save_problem
+from fxpart.solver.archive import decode, encode, read, save_problem
 from fxpart.solver.portfolio import solve
+from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.validate import check_problem
+
+
+def decoded(data: bytes | str, where: str = "problem") -> PartitionProblem:
+    """The partition problem in a file."""
+    return decode(data, PartitionProblem, check_problem, where)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(min_value=0, max_value=2**40))
 def test_round_trip(seed: int) -> None:
     problem = random_problem(seed)
-    data = problem_to_json(problem)
-    assert problem_from_json(data) == problem
-    assert problem_to_json(problem_from_json(data)) == data
+    data = encode(problem)
+    assert decoded(data) == problem
+    assert encode(decoded(data)) == data
 
 
 def test_replay_gives_the_same_answer(tmp_path: Path) -> None:
     for problem in (random_problem(2), transformer(layers=4, hidden=256, devices=4, noise=0.1)):
         save_problem(problem, tmp_path / "problem.json")
-        assert solve(load_problem(tmp_path / "problem.json")) == solve(problem)
+        assert solve(decoded(read(tmp_path / "problem.json"))) == solve(problem)
 
 
 def test_every_fault_is_told() -> None:
@@ -83,9 +89,9 @@ def check_broken(start: int, count: int) -> int:
     refused = 0
     for seed in range(start, start + count):
         r = random.Random(seed)
-        data = mutate(json.loads(problem_to_json(random_problem(seed % 50, 4))), r)
+        data = mutate(json.loads(encode(random_problem(seed % 50, 4))), r)
         try:
-            problem = problem_from_json(json.dumps(data))
+            problem = decoded(json.dumps(data))
         except FxpartError as failure:
             assert {p.code for p in failure.problems} == {"FXP206"}
             refused += 1
@@ -100,9 +106,9 @@ def test_broken_problems_raise_our_errors_only() -> None:
 
 @pytest.mark.parametrize("name", ["zigzag", "zb-v"])
 def test_schedule_without_a_closed_form(name: str) -> None:
-    data = json.loads(problem_to_json(random_problem(1, 4))) | {"schedules": [name]}
+    data = json.loads(encode(random_problem(1, 4))) | {"schedules": [name]}
     with pytest.raises(FxpartError, match=name) as caught:
-        problem_from_json(json.dumps(data))
+        decoded(json.dumps(data))
     assert [(p.code, p.where) for p in caught.value.problems] == [("FXP206", "schedules")]
 
 
@@ -115,14 +121,14 @@ def test_two_thousand_broken_problems() -> None:
 def test_other_files(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(data)
     with pytest.raises(FxpartError) as caught:
-        load_problem(tmp_path / "x.json")
+        decoded(read(tmp_path / "x.json"), str(tmp_path / "x.json"))
     assert caught.value.code == "FXP206"
     assert "x.json" in caught.value.problems[0].where
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(FxpartError) as caught:
-        load_problem(tmp_path / "absent.json")
+        read(tmp_path / "absent.json")
     assert caught.value.code == "FXP206"
     with pytest.raises(FxpartError) as caught:
         save_problem(random_problem(0), tmp_path / "absent" / "x.json")

@@ -13,6 +13,7 @@ from oracles.placement_brute import solve_brute
 from placement_problems import Form, layers, problem
 
 from fxpart.errors import FxpartError
+from fxpart.solver.archive import decode, encode, read, save_problem
 from fxpart.solver.placement.descent import descend
 from fxpart.solver.placement.elimination import Elimination, TooWideError
 from fxpart.solver.placement.ilp import solve_highs
@@ -23,13 +24,9 @@ from fxpart.solver.placement.portfolio import (
     PlacementEdge,
     PlacementProblem,
     evaluate,
-    load_problem,
-    problem_from_json,
-    problem_to_json,
-    save_problem,
     solve_placement,
 )
-from fxpart.solver.placement.problem import PlacementArrays, restrict_to_point
+from fxpart.solver.placement.problem import PlacementArrays, check, restrict_to_point
 from fxpart.solver.work import work_seconds
 
 FORMS = st.sampled_from(get_args(Form))
@@ -278,14 +275,14 @@ def test_equal_problems_give_equal_answers() -> None:
 
 def test_archive_round_trip(tmp_path: object) -> None:
     given_ = problem(7, 6, points=True)
-    data = problem_to_json(given_)
-    assert problem_from_json(data) == given_
-    assert problem_to_json(problem_from_json(data)) == data
+    data = encode(given_)
+    assert decode(data, PlacementProblem, check, "problem") == given_
+    assert encode(decode(data, PlacementProblem, check, "problem")) == data
     path = f"{tmp_path}/problem.json"
     save_problem(given_, path)
-    assert load_problem(path) == given_
+    assert decode(read(path), PlacementProblem, check, "problem") == given_
     with pytest.raises(FxpartError, match="FXP206"):
-        load_problem(f"{tmp_path}/none.json")
+        read(f"{tmp_path}/none.json")
     with pytest.raises(FxpartError, match="FXP603"):
         save_problem(given_, f"{tmp_path}/no/folder/problem.json")
 

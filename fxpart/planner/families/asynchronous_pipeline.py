@@ -34,8 +34,9 @@ from fxpart.solver.asynchronous.objective import AsyncPipelineEvaluation, AsyncP
 from fxpart.solver.asynchronous.problem import AsyncPipelineProblem
 from fxpart.solver.asynchronous.weight_mode_requirements import count_prediction_bytes
 from fxpart.solver.objective import evaluate
-from fxpart.solver.portfolio import explain_infeasible, solve, status_of
+from fxpart.solver.portfolio import explain_infeasible, solve
 from fxpart.solver.problem import PartitionChoice, PartitionProblem, Solution
+from fxpart.solver.solution import status_of
 from fxpart.solver.stage_graph.stage_partition import StagePartition
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from fxpart.pricing.device_limits import get_usable_bytes
 from fxpart.program.replica_groups import compute_tied_bytes, explain_unsupported_ties
 from fxpart.schedule.spec import list_schedules
 from fxpart.schedule.weight_modes import FLUSH
-from fxpart.solver.portfolio import status_of
+from fxpart.solver.solution import status_of
 
 if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster

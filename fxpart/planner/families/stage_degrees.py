@@ -35,9 +35,9 @@ from fxpart.program.edges import find_stage_edges
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.constraints.apply import apply_constraints, with_options
 from fxpart.solver.joint.constraints.parse import parse_constraints
-from fxpart.solver.joint.portfolio import status_of
 from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.schedule_costs import has_pieces
+from fxpart.solver.solution import status_of
 
 if TYPE_CHECKING:
     from fxpart.cluster.model import Cluster

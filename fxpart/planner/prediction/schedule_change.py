@@ -12,7 +12,7 @@ from fxpart.plan.schedule import edges_of, plan_schedule
 from fxpart.planner.prediction.step_simulation import simulate_plan_steps, simulate_step
 from fxpart.schedule.action import Schedule
 from fxpart.schedule.in_flight import count_in_flight
-from fxpart.solver.portfolio import status_of
+from fxpart.solver.solution import status_of
 
 
 def change_schedule(plan: Plan, name: str, bound: float, actions: tuple[str, ...] = ()) -> Plan:

@@ -12,8 +12,8 @@ from math import inf
 import msgspec
 
 from fxpart.errors import error
-from fxpart.solver.joint.problem import Status
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.solution import Status
 
 
 class _DeviceOrderStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

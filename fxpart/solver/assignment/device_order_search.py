@@ -32,11 +32,10 @@ from fxpart.solver.assignment.device_order_dp import (
 )
 from fxpart.solver.bounds import cheap_bound
 from fxpart.solver.dp import StepTimeMinimizer
-from fxpart.solver.joint.problem import Status
 from fxpart.solver.objective import evaluate
-from fxpart.solver.portfolio import CLOSE, PROVEN
 from fxpart.solver.portfolio import solve as solve_chain
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.solution import PROVEN, status_of
 from fxpart.solver.suffix_dp import SolverTimeout
 from fxpart.solver.tables import PartitionTables
 from fxpart.solver.validate import check_problem
@@ -133,15 +132,8 @@ class _DeviceOrderIncumbent:
 
     def solution(self, bound: float, solver: str) -> DeviceOrderSolution:
         """Return the best solution; ``bound``: proven."""
-        status: Status
-        if self.choice is None:
-            status = "infeasible" if bound == inf else "unknown"
-        elif bound >= self.seconds * (1 - PROVEN):
-            status = "optimal"
-        else:
-            status = "within gap" if bound >= self.seconds * (1 - CLOSE) else "best found"
         return DeviceOrderSolution(
-            status=status,
+            status=status_of(self.seconds, bound),
             order=self.order,
             choice=self.choice,
             objective=self.seconds,

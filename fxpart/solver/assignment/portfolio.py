@@ -15,10 +15,8 @@ from fxpart.solver.assignment.objective import AssignmentScorer
 from fxpart.solver.assignment.problem import AssignmentProblem, AssignmentSolution, DeviceAssignment
 from fxpart.solver.assignment.search import improve
 from fxpart.solver.assignment.units import count_replicas, has_whole_replicas
-from fxpart.solver.joint.problem import Status
+from fxpart.solver.solution import PROVEN, status_of
 
-PROVEN = 1e-6  # a gap up to this is "optimal": sums are rounded
-CLOSE = 0.01  # a larger gap up to this is "within gap"
 PACKED = 64  # replicas for which CP-SAT searches a packing that the greedy algorithm has missed
 
 
@@ -46,7 +44,7 @@ def solve_device_assignment(topology: AssignmentProblem, *, seed: int = 0) -> As
             bound = max(bound, found[2])
     bound = min(seconds, bound)
     return AssignmentSolution(
-        status=_status(seconds, bound),
+        status=status_of(seconds, bound),
         assignment=assignment,
         seconds=seconds,
         bound=bound,
@@ -77,9 +75,3 @@ def _too_wide(topology: AssignmentProblem, pool: int, devices: int) -> bool:
 
 def _proven(seconds: float, bound: float) -> bool:
     return bound >= seconds * (1 - PROVEN)
-
-
-def _status(seconds: float, bound: float) -> Status:
-    if _proven(seconds, bound):
-        return "optimal"
-    return "within gap" if bound >= seconds * (1 - CLOSE) else "best found"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from fxpart.solver.joint.problem import LinearCost, Status
+from fxpart.solver.joint.problem import LinearCost
+from fxpart.solver.solution import Status
 
 __all__ = [
     "AssignmentProblem",

@@ -26,9 +26,8 @@ from fxpart.solver.asynchronous.weight_mode_requirements import (
     compute_weight_mode_requirements,
     explain_unsupported_weight_mode,
 )
-from fxpart.solver.portfolio import status_of
 from fxpart.solver.problem import PartitionChoice, Solution
-from fxpart.solver.search import ALTERNATIVES
+from fxpart.solver.solution import ALTERNATIVES, status_of
 from fxpart.solver.tables import (
     Floats,
     Ints,

@@ -5,25 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from math import inf
-from typing import Literal, get_args
+from typing import get_args
 
 from fxpart.errors import error
 from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.bounds import CheapBounds
 from fxpart.solver.joint.greedy import first_plans
 from fxpart.solver.joint.interleaved_search import InterleavedSearch
-from fxpart.solver.joint.objective import JointScorer
-from fxpart.solver.joint.problem import JointProblem, JointSolution, Status
+from fxpart.solver.joint.problem import JointProblem, JointSolution
 from fxpart.solver.joint.record import JointRecord
 from fxpart.solver.joint.search import JointSearch
 from fxpart.solver.joint.validate import check_joint_problem
 from fxpart.solver.progress import Progress
+from fxpart.solver.solution import Solver, check_arguments
 from fxpart.solver.work import work_seconds
 
-PROVEN = 1e-6  # a proven gap up to this is "optimal": the step time's sums are rounded
-CLOSE = 0.01  # a larger gap up to this is "within gap"
 _PAUSE = 0.25  # seconds between two calls of progress
-Solver = Literal["auto", "dp", "cp-sat"]
 
 
 def solve(
@@ -49,7 +46,7 @@ def solve(
     deadline = work_seconds() + time_limit
     _check(problem, solver, time_limit)
     check_joint_problem(problem)
-    reporter = JointProgressReporter(JointRecord(JointScorer(problem)), deadline, progress)
+    reporter = JointProgressReporter(JointRecord(problem), deadline, progress)
     try:
         stacked = JointArrays(problem)
         bounds = CheapBounds(stacked)
@@ -60,17 +57,11 @@ def solve(
             _by_dp(stacked, bounds, reporter, deadline, enough)
     except KeyboardInterrupt:
         reporter.update()
-    return solution(reporter.record, reporter.bound, "cp-sat" if solver == "cp-sat" else "dp")
+    return reporter.record.solution(reporter.bound, "cp-sat" if solver == "cp-sat" else "dp")
 
 
 def _check(problem: JointProblem, solver: str, time_limit: float) -> None:
-    if solver not in get_args(Solver) or not time_limit >= 0:
-        raise error(
-            "FXP109",
-            where=f"solve(solver={solver!r}, time_limit={time_limit!r})",
-            why="The solver is unknown." if time_limit >= 0 else "The time limit is negative.",
-            fix="Use solver 'auto', 'dp' or 'cp-sat', and a time limit of 0 or more.",
-        )
+    check_arguments("solve", solver, get_args(Solver), time_limit)
     if solver == "cp-sat":
         from fxpart.solver.joint.joint_ilp import accepts  # OR-Tools is slow to import
 
@@ -142,25 +133,3 @@ class JointProgressReporter:
         self.update()
         bound, left = min(self.bound, self.record.seconds), self.deadline - work_seconds()
         self.progress(Progress(self.record.seconds, bound, max(0.0, left), phase))
-
-
-def solution(record: JointRecord, bound: float, solver: str) -> JointSolution:
-    """Return the solution for ``record`` and a proven lower bound in seconds."""
-    bound = min(bound, record.seconds)
-    return JointSolution(
-        status=status_of(record.seconds, bound),
-        choice=record.choice,
-        objective=record.seconds,
-        bound=bound,
-        solver=solver,
-        candidates=record.candidates(),
-    )
-
-
-def status_of(objective: float, bound: float) -> Status:
-    """Return the status for an objective and a bound in seconds."""
-    if objective == inf:
-        return "infeasible" if bound == inf else "unknown"
-    if bound >= objective * (1 - PROVEN):
-        return "optimal"
-    return "within gap" if bound >= objective * (1 - CLOSE) else "best found"

@@ -20,8 +20,7 @@ from fxpart.plan.offload import Offload
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.weight_modes import STASH
 from fxpart.solver.problem import Recompute
-
-Status: TypeAlias = Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
+from fxpart.solver.solution import SolverResult
 
 
 class _JointStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -243,19 +242,7 @@ class JointChoice(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields
     virtual: int = 1
 
 
-class JointSolution(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A solver's result. bound <= optimum <= objective; choice None: infeasible or unknown.
-
-    candidates: the choice first, then the best others found, by ascending objective, that differ in
-    number of stages, microbatches, schedule or some stage's degrees (not merely in cuts).
-    """
-
-    status: Status
-    choice: JointChoice | None
-    objective: float
-    bound: float
-    solver: str
-    candidates: tuple[JointChoice, ...] = ()
+JointSolution: TypeAlias = SolverResult[JointChoice]
 
 
 def count_option_devices(problem: JointProblem, option: ParallelOption) -> int:

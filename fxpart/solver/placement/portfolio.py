@@ -8,12 +8,8 @@ that are small or too wide for elimination. Local search is used if no other sol
 from __future__ import annotations
 
 from math import inf
-from pathlib import Path
 from typing import Literal, get_args
 
-from fxpart.errors import error
-from fxpart.solver import archive
-from fxpart.solver.archive import save_problem
 from fxpart.solver.placement.descent import descend
 from fxpart.solver.placement.elimination import Elimination, TooWideError
 from fxpart.solver.placement.lagrangian import LagrangianBound, PlacementRecord, multiplier_bound
@@ -30,6 +26,7 @@ from fxpart.solver.placement.problem import (
     evaluate,
     restrict_to_point,
 )
+from fxpart.solver.solution import PROVEN, check_arguments, status_of
 from fxpart.solver.work import work_seconds
 
 __all__ = [
@@ -40,20 +37,13 @@ __all__ = [
     "PlacementSolution",
     "check",
     "evaluate",
-    "load_problem",
-    "problem_from_json",
-    "problem_to_json",
-    "save_problem",
     "solve_placement",
-    "status_of",
 ]
 
-PROVEN = 1e-6  # a proven gap up to this is "optimal"
-CLOSE = 0.005  # a larger gap up to this is "within gap"
+CLOSE = 0.005  # a gap above PROVEN up to this is "within gap"
 EXACT, NEAR = 1e-7, 1e-4  # gaps at which HiGHS stops
 SMALL = 10_000  # limit on variables for HiGHS if the gap is already small
 LARGE = 500_000  # limit on variables for HiGHS otherwise
-Status = Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
 Solver = Literal["auto", "elimination", "highs"]
 
 
@@ -67,13 +57,7 @@ def solve_placement(
     problem, FXP109 for an unknown solver or an invalid time limit.
     """
     deadline = work_seconds() + time_limit
-    if solver not in get_args(Solver) or not time_limit >= 0:
-        raise error(
-            "FXP109",
-            where=f"solve_placement(solver={solver!r}, time_limit={time_limit!r})",
-            why="The solver is unknown." if time_limit >= 0 else "The time limit is negative.",
-            fix="Use solver 'auto', 'elimination' or 'highs', and a limit of at least 0 seconds.",
-        )
+    check_arguments("solve_placement", solver, get_args(Solver), time_limit)
     check(problem)
     numbers = PlacementArrays(problem)
     record = PlacementRecord(numbers)
@@ -162,21 +146,11 @@ def _least(numbers: PlacementArrays) -> float:
     return standing + numbers.reserve()
 
 
-def status_of(seconds: float, bound: float) -> Status:
-    """Return the status of a choice of ``seconds`` with a proven ``bound``."""
-    if bound >= seconds * (1 - PROVEN):
-        return "optimal"
-    return "within gap" if bound >= seconds * (1 - CLOSE) else "best found"
-
-
 def solution(record: PlacementRecord, bound: LagrangianBound) -> PlacementSolution:
     """Return the solution for ``record`` and a proven lower bound."""
     proven = min(bound.seconds, record.seconds)
-    status: Status = "infeasible" if bound.seconds == inf else "unknown"
-    if record.seconds < inf:
-        status = status_of(record.seconds, proven)
     return PlacementSolution(
-        status=status,
+        status=status_of(record.seconds, bound.seconds, CLOSE),
         choice=record.choice,
         seconds=record.seconds,
         bytes=record.bytes,
@@ -184,19 +158,3 @@ def solution(record: PlacementRecord, bound: LagrangianBound) -> PlacementSoluti
         least=bound.least,
         solver=record.solver,
     )
-
-
-def problem_to_json(problem: PlacementProblem) -> bytes:
-    """Return the problem as canonical JSON: sorted keys, equal bytes for equal problems."""
-    return archive.encode(problem)
-
-
-def problem_from_json(data: bytes | str, where: str = "problem") -> PlacementProblem:
-    """Return the problem that :func:`problem_to_json` wrote; raise FXP206 with every invalid
-    number."""
-    return archive.decode(data, PlacementProblem, check, where)
-
-
-def load_problem(path: str | Path) -> PlacementProblem:
-    """Read a problem that :func:`save_problem` wrote; raise FXP206 if that is not possible."""
-    return problem_from_json(archive.read(path), str(path))

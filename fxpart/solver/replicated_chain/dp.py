@@ -21,7 +21,6 @@ from math import inf, prod
 
 import numpy as np
 
-from fxpart.solver.portfolio import status_of
 from fxpart.solver.replicated_chain.objective import ReplicatedChainScorer
 from fxpart.solver.replicated_chain.problem import (
     ReplicatedChainChoice,
@@ -29,6 +28,7 @@ from fxpart.solver.replicated_chain.problem import (
     ReplicatedChainSolution,
 )
 from fxpart.solver.replicated_chain.tables import Mask, ReplicaGroupTable, ReplicatedChainTables
+from fxpart.solver.solution import status_of
 from fxpart.solver.tables import Floats, Ints
 from fxpart.solver.validate import check_problem
 from fxpart.solver.work import work_seconds

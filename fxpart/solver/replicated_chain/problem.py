@@ -7,11 +7,12 @@ stage and runs whole microbatches in round-robin order, a faster one more of the
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TypeAlias
 
 import msgspec
 
 from fxpart.solver.problem import DeviceLimit, PartitionProblem
+from fxpart.solver.solution import SolverResult
 
 
 class _ReplicatedChainStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,14 +79,4 @@ class ReplicatedChainChoice(
     counts: tuple[tuple[int, ...], ...]
 
 
-class ReplicatedChainSolution(
-    _ReplicatedChainStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
-    """A solver's result, see :class:`fxpart.solver.problem.Solution`."""
-
-    status: Literal["optimal", "within gap", "best found", "infeasible", "unknown"]
-    choice: ReplicatedChainChoice | None
-    objective: float
-    bound: float
-    solver: str
-    candidates: tuple[ReplicatedChainChoice, ...] = ()
+ReplicatedChainSolution: TypeAlias = SolverResult[ReplicatedChainChoice]

@@ -9,9 +9,9 @@ import msgspec
 from fxpart.errors import error
 from fxpart.solver.bounds import cheap_bound
 from fxpart.solver.objective import evaluate as evaluate_chain
-from fxpart.solver.portfolio import CLOSE, PROVEN
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
 from fxpart.solver.schedule_costs import has_graph_form
+from fxpart.solver.solution import status_of
 from fxpart.solver.stage_graph.block_graph import BlockGraph, members, regroup
 from fxpart.solver.stage_graph.coarsen import Groups, coarsen_blocks, fuse_uncut_blocks
 from fxpart.solver.stage_graph.objective import convert_chain_choice, evaluate
@@ -83,10 +83,8 @@ def solve_branches(
     if record.choice is None or not record.seconds < beat * (1 - _GAIN):
         return None
     bound = min(bound, record.seconds)
-    closed = bound >= record.seconds * (1 - PROVEN)
-    near = bound >= record.seconds * (1 - CLOSE)
     return StageGraphSolution(
-        status="optimal" if closed else "within gap" if near else "best found",
+        status=status_of(record.seconds, bound),
         choice=record.choice,
         objective=record.seconds,
         bound=bound,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
+
+from fxpart.solver.solution import Status
 
 
 class StageGraphChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ class StageGraphSolution(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     description of the choices that the bound covers.
     """
 
-    status: Literal["optimal", "within gap", "best found"]
+    status: Status
     choice: StageGraphChoice
     objective: float
     bound: float

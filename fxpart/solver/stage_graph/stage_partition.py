@@ -9,7 +9,7 @@ import msgspec
 
 from fxpart.solver.objective import PartitionEvaluation
 from fxpart.solver.objective import evaluate as evaluate_chain
-from fxpart.solver.portfolio import solve, status_of
+from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import (
     PartitionChoice,
     PartitionProblem,
@@ -17,6 +17,7 @@ from fxpart.solver.problem import (
     without_recompute,
 )
 from fxpart.solver.schedule_costs import has_graph_form
+from fxpart.solver.solution import status_of
 from fxpart.solver.stage_graph.block_graph import regroup
 from fxpart.solver.stage_graph.objective import evaluate
 from fxpart.solver.stage_graph.portfolio import solve_branches

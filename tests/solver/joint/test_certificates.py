@@ -13,7 +13,7 @@ from msgspec import json as codec
 from msgspec.structs import replace
 
 from fxpart.schedule.weight_modes import STASH
-from fxpart.solver.joint.archive import to_json
+from fxpart.solver.archive import encode
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointProblem
@@ -24,7 +24,7 @@ MAKERS = (random_problem, wished_problem, rich_problem)
 
 def check(problem: JointProblem) -> bool:
     """Compare the solution and its certificate with own formulas; return whether one fits."""
-    raw = json.loads(to_json(problem))
+    raw = json.loads(encode(problem))
     found, best = solve(problem, time_limit=600), find_optimum(raw)
     assert found.bound <= best * (1 + 1e-9)
     assert (found.choice is None) == (best == inf)
@@ -45,7 +45,7 @@ def check_seeds(seeds: range) -> None:
     for seed in seeds:
         for make in MAKERS:
             problem = replace(make(seed), weights=STASH)
-            if count_choices(json.loads(to_json(problem))) <= MOST:
+            if count_choices(json.loads(encode(problem))) <= MOST:
                 fitting.append(check(problem))
     assert 0.3 * len(fitting) < sum(fitting) < 0.95 * len(fitting)
 

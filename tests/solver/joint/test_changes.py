@@ -7,7 +7,7 @@ from joint_problems import make, random_problem, transformer
 from msgspec.structs import replace
 
 from fxpart.errors import FxpartError
-from fxpart.solver.joint.archive import from_json, get_problem_path, to_json
+from fxpart.solver.archive import decode_joint_problem, encode, get_problem_path
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.problem import JointChoice, JointProblem, LinearCost, Pool
 from fxpart.solver.joint.what_if import (
@@ -97,18 +97,18 @@ def test_devices_and_memory() -> None:
 def test_a_problem_in_its_file_is_the_problem() -> None:
     for seed in range(20):
         problem = random_problem(seed)
-        assert from_json(to_json(problem)) == problem
-        assert to_json(from_json(to_json(problem))) == to_json(problem)
+        assert decode_joint_problem(encode(problem)) == problem
+        assert encode(decode_joint_problem(encode(problem))) == encode(problem)
     assert str(get_problem_path("runs/plan.json")).endswith("plan.problem.json")
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"blocks": 3}', b"\xff", b"[" * 100_000])
 def test_a_file_that_is_no_problem(data: bytes) -> None:
     with pytest.raises(FxpartError, match="FXP206"):
-        from_json(data)
+        decode_joint_problem(data)
 
 
 def test_a_problem_whose_numbers_are_wrong() -> None:
     broken = replace(small(), kinds=(0, 1, 1, 1, 1, 7))
     with pytest.raises(FxpartError, match="FXP206"):
-        from_json(to_json(broken))
+        decode_joint_problem(encode(broken))
