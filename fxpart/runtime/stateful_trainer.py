@@ -32,12 +32,13 @@ class StatefulTrainer(TrainerBase):
     model_config: the text of a transformers model's
     config.json, for ``save_pretrained``. plan_text, fingerprint: the plan as JSON, and the
     fingerprint of the model's graph, for checkpoints; empty if the trainer was not created from a
-    plan.
+    plan. reload_unused: copies loaded state that only evaluation reads to its stages.
     """
 
     model_config = ""
     plan_text = ""
     fingerprint = ""
+    reload_unused: Callable[[], None] | None = None
 
     def state_dict(
         self, *, first_only: bool = False, sharded: bool = False, trainable_only: bool = False
@@ -161,7 +162,13 @@ class StatefulTrainer(TrainerBase):
         self._note_written()
         if self.watch is not None:
             self.watch.accept()
+        self._note_loaded()
+
+    def _note_loaded(self) -> None:
+        """Renew copies of the state after a load."""
         self.divisors.renew()
+        if self.reload_unused is not None:
+            self.reload_unused()
 
     def optimizer_state_dict(
         self, *, first_only: bool = False, numbered: bool = False

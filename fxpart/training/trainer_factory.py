@@ -111,7 +111,7 @@ def _make_trainer(
     if weights is None:
         used = [t.name for own in mesh_ranks for k in own.modules for t in own.spec.stages[k].state]
         check_same_weights(placement.transport, state, used)
-    copies = ModuleConstants.of(mesh_ranks, state)
+    copies = ModuleConstants.of(mesh_ranks, state, unused)
     made = placement.trainer(
         mesh_ranks,
         queue=queue,
@@ -133,6 +133,7 @@ def _make_trainer(
         made.guard = lambda: guard(update)
     made.activation_stages = lambda: build_activation_stages(program, mesh_ranks, copies)
     made.row_figures = lambda: compute_row_figures(plan)
+    made.reload_unused = copies.reload
     return _attach_plan(made, plan)
 
 
