@@ -129,8 +129,7 @@ def _make_trainer(
     if (guard := program.captured.guard) is not None:
         # In a pipeline without flushes, minibatches from before and after a change are in flight
         # together.
-        update = None if made.is_asynchronous else copies.update
-        made.guard = lambda: guard(update)
+        made.guard = lambda: guard(None if made.is_asynchronous else copies.update)
     made.activation_stages = lambda: build_activation_stages(program, mesh_ranks, copies)
     made.row_figures = lambda: compute_row_figures(plan)
     made.reload_unused = copies.reload

@@ -109,7 +109,11 @@ def _masked_put(call: SchemaCall, rank: int) -> ShardingRule:
     if selected >= 0 and not is_one(values[selected]):
         raise UncoveredCallError  # which value goes where depends on all of the mask
     dims: list[Dim] = [*data[:first], "_selected", *data[after:]]
-    by_name = {"self": data, "indices": data[first:after], "values": dims[len(dims) - len(values) :]}
+    by_name = {
+        "self": data,
+        "indices": data[first:after],
+        "values": dims[len(dims) - len(values) :],
+    }
     return call.rule(by_name, [data], linear=["self values"])
 
 

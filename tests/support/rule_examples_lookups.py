@@ -39,7 +39,9 @@ def _index_put(r: Draw) -> Example:
 def _masked_put(r: Draw) -> Example:
     shape, masked = r.sizes(3, 2, 6), r.pick([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)])
     mask = r.real(*shape[slice(*masked)]) > 0
-    values = r.pick([[], [1], [1, *shape[masked[1] :]], [*shape[: masked[0]], 1, *shape[masked[1] :]]])
+    values = r.pick(
+        [[], [1], [1, *shape[masked[1] :]], [*shape[: masked[0]], 1, *shape[masked[1] :]]]
+    )
     given: list[Any] = [*[None] * masked[0], mask]
     return Example(ATEN.index_put.default, (r.real(*shape), given, r.real(*values), r.yes()))
 
