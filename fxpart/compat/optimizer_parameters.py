@@ -72,18 +72,22 @@ def name_optimizer_parameters(
 
 
 def check_gradient_layouts(
-    optimizer: torch.optim.Optimizer, names: Iterable[str], sparse: Container[str]
+    optimizer: torch.optim.Optimizer,
+    names: Iterable[str],
+    sparse: Container[str],
+    shown: Mapping[str, str],
 ) -> None:
     """Raise FXP109 for each of the optimizer's parameters whose gradient it does not support.
 
-    names: of its parameters. sparse: parameters with sparse gradients.
+    names: of its parameters. sparse: parameters with sparse gradients. shown: names in messages
+    where they differ.
     """
     kind, problems = type(optimizer), list[Problem]()
     dense_only = isinstance(optimizer, MatrixOptimizer) or any(
         kind is getattr(torch.optim, name, None) for name in _DENSE_ONLY
     )
     for name in names:
-        where = f"optimizer {kind.__name__}, {name}"
+        where = f"optimizer {kind.__name__}, {shown.get(name, name)}"
         if dense_only and name in sparse:
             why = "its gradient is sparse (sparse=True), which this optimizer does not support"
             problems.append(Problem("FXP109", where, why, _FIX))

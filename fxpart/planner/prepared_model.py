@@ -23,6 +23,7 @@ from fxpart.codegen.mesh_programs.row_dependence import (
     is_accepted,
     mark_batch_dependent_nodes,
 )
+from fxpart.compat import replaced_names
 from fxpart.compat.optimizer_choice import choose
 from fxpart.compat.optimizer_parameters import (
     check_gradient_layouts,
@@ -159,7 +160,7 @@ def _check_optimizer(
     groups = name_optimizer_parameters(instance, live_parameters(captured))
     used = {str(node.target) for node in graph.find_nodes(op="get_attr")}
     names = [n for group in groups for n in group if n in used & trained_names(captured)]
-    check_gradient_layouts(instance, names, sparse_tables(graph))
+    check_gradient_layouts(instance, names, sparse_tables(graph), replaced_names(captured.aliases))
 
 
 def _check_loss_gradient(captured: CapturedModel, graph: fx.GraphModule) -> None:

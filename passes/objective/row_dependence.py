@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from torch import fx
 
@@ -38,7 +40,7 @@ def coupling_of(analysis: ObjectiveAnalysis, loss: bool = True) -> tuple[RowDepe
         module, layer = annotation(writer).module, _normalization(writer)
         if layer:
             layers.setdefault(module, layer)
-        elif module not in layers and not _writes_per_step(analysis, writer):
+        elif module not in layers and not _writes_per_step(analysis, writer, names):
             why = f"{', '.join(names)} is updated with the values of each microbatch"
             found.setdefault(module, RowDependence(_where(writer), why))
     end = analysis.loss
@@ -55,12 +57,16 @@ def coupling_of(analysis: ObjectiveAnalysis, loss: bool = True) -> tuple[RowDepe
     return (*_normalizations(layers), *found.values())
 
 
-def _writes_per_step(analysis: ObjectiveAnalysis, writer: fx.Node) -> bool:
+def _writes_per_step(analysis: ObjectiveAnalysis, writer: fx.Node, names: tuple[str, ...]) -> bool:
     """Return whether what a node writes to state depends neither on rows nor on random numbers.
 
     Each microbatch can then compute what the whole batch would, from the state before the step.
+    Trained parameters do not count: microbatches without flushes read several versions of them.
     """
     if analysis.kind(writer).relation is not BatchRelation.FIXED:
+        return False
+    module: Any = analysis.graph.owning_module
+    if any(attrgetter(name)(module).requires_grad for name in names):
         return False
     return not any(is_random(node) for node in needed_for([writer]))
 

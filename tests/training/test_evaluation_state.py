@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fxpart
+from fxpart.errors import FxpartError
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"constraints": {"mesh": "none", "stages": 1}, "microbatches": 1},
@@ -67,3 +68,33 @@ def test_evaluation_reads_state_that_training_skips(layout: str, tmp_path: Path)
         check()
     finally:
         trainer.close()
+
+
+def test_a_state_dict_has_the_names_and_shapes_of_the_model() -> None:
+    """``code`` is no name of state in a graph; the trainer's messages have the model's names."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.code, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+            self.extra = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.code(x)))
+
+    model, batch = Named(), (torch.randn(4, 4), torch.randn(4, 1))
+    program = fxpart.compile(model, "local:1", example_inputs=batch, loss=nn.MSELoss())
+    trainer = program.trainer(lambda p: torch.optim.SGD(p, lr=0.1))
+    state = trainer.state_dict()
+    trainer.load_state_dict(state)
+    assert set(state) == set(model.state_dict())
+    for name in ("code.weight", "extra.weight"):
+        for changed in ({**state, name: torch.zeros(1)}, {n: state[n] for n in state if n != name}):
+            with pytest.raises(FxpartError) as refused:
+                trainer.load_state_dict(changed)
+            assert [p.where for p in refused.value.problems] == [name]
+    with torch.no_grad():
+        model.code.weight.zero_()
+    with pytest.raises(FxpartError, match="the module's code.weight"):
+        trainer.step(batch)
+    trainer.close()

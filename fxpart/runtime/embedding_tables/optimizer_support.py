@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fxpart.compat import replaced_names
 from fxpart.compat.multi_optimizer import MultiOptimizer
 from fxpart.compat.optimizer_parameters import check_gradient_layouts
 from fxpart.runtime.embedding_tables.sparse_gradients import SparseGradients
@@ -17,7 +18,8 @@ def check_optimizer_support(
 
     rows: parameters with sparse gradients. Classes of others are not checked.
     """
+    shown = replaced_names(state.aliases)
     names = {id(p): name for name, p in state.parameters()}
     for one in optimizer.each if isinstance(optimizer, MultiOptimizer) else [optimizer]:
         mine = [names[id(p)] for g in one.param_groups for p in g["params"] if id(p) in names]
-        check_gradient_layouts(one, mine, rows.entries)
+        check_gradient_layouts(one, mine, rows.entries, shown)

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from fxpart.compat import get_write_count, set_write_count
+
 
 class WrittenBuffers:
     """Buffers of this process that forward passes write, and their stored values."""
@@ -28,11 +30,6 @@ class WrittenBuffers:
             for tensor, copy in zip(self.tensors, self._copies, strict=True):
                 tensor.copy_(copy)
 
-    def restore_data(self) -> None:
-        """Return to the stored values; graphs that have saved a buffer remain valid."""
-        for tensor, copy in zip(self.tensors, self._copies, strict=True):
-            tensor.data.copy_(copy)
-
     def store_finite(self) -> None:
         """Store the values of buffers that are finite; the host does not wait for a device."""
         for tensor, copy in zip(self.tensors, self._copies, strict=True):
@@ -50,14 +47,14 @@ class WrittenBuffers:
                 tensor.data.copy_(copy)
 
 
-class StepState:
+class StepState(WrittenBuffers):
     """Buffers that each microbatch of a step writes from their values before the step."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         """Create a store for these tensors."""
-        self._buffers = WrittenBuffers(tensors)
-        self.tensors = self._buffers.tensors
+        super().__init__(tensors)
         self._step: object = None
+        self._counts: list[int] = []
 
     def begin_microbatch(self, step: object) -> None:
         """Store the values before the first microbatch of a step; return to them before others."""
@@ -65,9 +62,13 @@ class StepState:
             return
         if step is not self._step:
             self._step = step
-            self._buffers.store()
-        else:
-            self._buffers.restore_data()
+            self._counts = [get_write_count(tensor) for tensor in self.tensors]
+            self.store()
+            return
+        # Graphs of earlier microbatches may have saved the values that are written once more.
+        for tensor, copy, count in zip(self.tensors, self._copies, self._counts, strict=True):
+            tensor.data.copy_(copy)
+            set_write_count(tensor, count)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
