@@ -17,6 +17,7 @@ from fxpart.compiler.effects import (
     state_roots,
     state_written,
     tensors_in,
+    write_state_early,
 )
 from fxpart.compiler.functional_ops import (
     FILLING,
@@ -54,6 +55,7 @@ class RemoveInplacePass:
             walk = StorageAnalysis(graph_module, fake_mode(graph))
             _Rewriter(graph_module, walk, followed_state(graph_module)).rewrite()
             remove_dead_nodes(graph)
+            write_state_early(graph)
         return graph_module
 
 

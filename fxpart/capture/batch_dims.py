@@ -56,6 +56,8 @@ def settled(
     for name, dim in given.items():
         if name not in shapes:
             why = f"there is no input of this name. Known inputs: {', '.join(names)}"
+        elif dim is not None and type(dim) is not int:
+            why = f"{dim!r} is not the number of a dim"
         elif dim is not None and not -len(shapes[name]) <= dim < len(shapes[name]):
             why = f"dim {dim} is out of range for the shape {list(shapes[name])}"
         else:

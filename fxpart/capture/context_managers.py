@@ -39,6 +39,7 @@ def prepare_capture(model: nn.Module, training: bool, loss: Any = None) -> Itera
         stack.enter_context(reentrant_checkpoints_recorded())
         stack.enter_context(cumulative_averages_recorded())
         stack.enter_context(value_checks_left_out())
+        stack.enter_context(counts_of_fixed_size())
         stack.enter_context(quiet())
         yield
 
@@ -255,6 +256,38 @@ def value_checks_left_out() -> Iterator[None]:
         yield
     finally:
         Distribution._validate_args, F.gaussian_nll_loss = validates, original
+
+
+def _count(
+    input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+) -> torch.Tensor:
+    """Return bincount(minlength=n) of values below n; others raise an error at run time."""
+    if weights is None:
+        weights = torch.ones_like(input, dtype=torch.int64)
+    elif weights.dtype is not torch.float32:
+        weights = weights.double()
+    counts = torch.zeros(minlength, dtype=weights.dtype, device=input.device)
+    return counts.index_add(0, input.long(), weights.detach())
+
+
+@contextmanager
+def counts_of_fixed_size() -> Iterator[None]:
+    """Record torch.bincount with ``minlength`` as a result of that size, which needs no data."""
+    original = torch.bincount
+
+    def bincount(
+        input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+    ) -> torch.Tensor:
+        fixed = minlength and isinstance(input, torch.Tensor) and input.dim() == 1
+        return (_count if fixed else original)(input, weights, minlength)
+
+    torch.bincount = bincount  # type: ignore[assignment]
+    torch.Tensor.bincount = bincount  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.bincount = original
+        del torch.Tensor.bincount
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import torch
 
 from fxpart.capture.captured_model import CapturedModel
 from fxpart.capture.fake_tensors import as_meta
+from fxpart.compat import replaced_names
 from fxpart.errors import FxpartError, Problem
 
 
@@ -15,6 +16,7 @@ def refresh_state(captured: CapturedModel) -> None:
     Raise FXP113 for a missing tensor, or one of another shape or dtype.
     """
     problems: list[Problem] = []
+    names = replaced_names(captured.aliases)
     for name, (place, key) in captured.slots.items():
         known, now = captured.state[name], place.get(key)
         if now is known:
@@ -27,7 +29,7 @@ def refresh_state(captured: CapturedModel) -> None:
             problems.append(
                 Problem(
                     "FXP113",
-                    f"the module's {name}",
+                    f"the module's {names.get(name, name)}",
                     f"it was {known.dtype} {list(known.shape)} when the model was compiled, but is "
                     f"{what} now",
                     "compile again after changing the module",

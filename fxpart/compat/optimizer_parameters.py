@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from fxpart.compat import has_step_hooks, steps_as_its_class, storage_identity
-from fxpart.errors import FxpartError, error
+from fxpart.errors import FxpartError, Problem, error
+from fxpart.optim import MatrixOptimizer
+
+# Optimizers of torch without sparse support: https://docs.pytorch.org/docs/stable/sparse.html
+_DENSE_ONLY = (
+    "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "ASGD", "Rprop",
+    "Adafactor", "LBFGS", "Muon",
+)  # fmt: skip
+_FIX = 'use optimizer={"tables.*": torch.optim.SparseAdam, "*": torch.optim.AdamW}'
 
 
 def is_followed(instance: torch.optim.Optimizer) -> bool:
@@ -61,6 +69,33 @@ def name_optimizer_parameters(
         )
     _check_step(instance)
     return named
+
+
+def check_gradient_layouts(
+    optimizer: torch.optim.Optimizer,
+    names: Iterable[str],
+    sparse: Container[str],
+    shown: Mapping[str, str],
+) -> None:
+    """Raise FXP109 for each of the optimizer's parameters whose gradient it does not support.
+
+    names: of its parameters. sparse: parameters with sparse gradients. shown: names in messages
+    where they differ.
+    """
+    kind, problems = type(optimizer), list[Problem]()
+    dense_only = isinstance(optimizer, MatrixOptimizer) or any(
+        kind is getattr(torch.optim, name, None) for name in _DENSE_ONLY
+    )
+    for name in names:
+        where = f"optimizer {kind.__name__}, {shown.get(name, name)}"
+        if dense_only and name in sparse:
+            why = "its gradient is sparse (sparse=True), which this optimizer does not support"
+            problems.append(Problem("FXP109", where, why, _FIX))
+        if kind is torch.optim.SparseAdam and name not in sparse:
+            why = "its gradient is dense, but this optimizer supports sparse gradients only"
+            problems.append(Problem("FXP109", where, why, _FIX))
+    if problems:
+        raise FxpartError(problems)
 
 
 def _check_step(instance: torch.optim.Optimizer) -> None:

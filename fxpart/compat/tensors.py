@@ -46,6 +46,15 @@ def get_write_count(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def set_write_count(tensor: torch.Tensor, count: int) -> None:
+    """Set what :func:`get_write_count` returns, where writes are undone.
+
+    Uses ``torch._C._autograd._unsafe_set_version_counter``.
+    """
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (count,))
+
+
 def fake_mode(*, symbolic: bool = False) -> Any:
     """Return a FakeTensorMode that also accepts real tensors; optionally with symbolic shapes."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -257,6 +257,36 @@ def state_roots(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     return roots
 
 
+def write_state_early(graph: fx.Graph) -> None:
+    """Move each ``copy_`` to state, and what only it reads, behind the last op it must follow.
+
+    Buffers that forward assigns anew are copied at the end of a graph, and between uses of written
+    state a graph cannot be cut. The graph has no other in-place ops.
+    """
+    roots, written = state_roots(graph), state_written(graph)
+    for writer, (name, *others) in written.items():
+        source = writer.args[1] if packet_name(writer.target) == "aten.copy_" else None
+        if others or writer.users or not isinstance(source, fx.Node) or roots[source]:
+            continue
+        moved, places = {writer}, {node: place for place, node in enumerate(graph.nodes)}
+        for node in reversed([*places][: places[writer]]):
+            pure = node.op == "call_function" and not is_random(node) and not has_effect(node)
+            if pure and node.users and moved.issuperset(node.users):
+                moved.add(node)
+        read = frozenset().union(*(roots[a] for n in moved for a in n.all_input_nodes))
+        before = [
+            n for n in places
+            if n not in moved and (
+                not moved.isdisjoint(n.users) or not read.isdisjoint(written.get(n, ()))
+                or any(name in roots[a] for a in (n, *n.all_input_nodes))
+            )
+        ]  # fmt: skip
+        last = max(before, key=places.__getitem__)
+        if last.op == "call_function" and places[last] < places[writer]:
+            for node in sorted(moved, key=places.__getitem__, reverse=True):
+                last.append(node)
+
+
 def has_effect(node: fx.Node) -> bool:
     """Return whether a node must remain even without users."""
     return node.op in ("placeholder", "output") or bool(list_written_nodes(node))

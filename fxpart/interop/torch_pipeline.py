@@ -256,6 +256,12 @@ def pipeline_stages(
 def check_division(program: Program, microbatches: int | None) -> None:
     """Raise FXP114 if several microbatches would change the objective of the program."""
     plan, captured = program.plan, program.captured
+    if program.spec.step_state and (microbatches or plan.microbatches) > 1:
+        raise error(
+            "FXP114", where=", ".join(program.spec.step_state),
+            why="forward passes update this state per step; torch's schedules would update it "
+            "per microbatch", fix="use program.trainer(), or microbatches=1",
+        )  # fmt: skip
     if microbatches is None or microbatches == 1 or plan.microbatches > 1:
         return
     resolve_microbatches(

@@ -23,14 +23,19 @@ from fxpart.codegen.mesh_programs.row_dependence import (
     is_accepted,
     mark_batch_dependent_nodes,
 )
+from fxpart.compat import replaced_names
 from fxpart.compat.optimizer_choice import choose
-from fxpart.compat.optimizer_parameters import name_optimizer_parameters
+from fxpart.compat.optimizer_parameters import (
+    check_gradient_layouts,
+    name_optimizer_parameters,
+)
 from fxpart.compat.optimizer_parts import find_optimizer_parts
 from fxpart.compiler import BLOCKS_KEY, PassManager
 from fxpart.compiler.autocast_region import DEVICES_KEY
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
 from fxpart.compiler.graph_edit import annotation
 from fxpart.compiler.higher_order_ops import AUTOCAST, region_name
+from fxpart.compiler.sparse_lookups import sparse_tables
 from fxpart.costs import CostModel
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, error
@@ -122,13 +127,13 @@ def prepare_model(
             device_type=_device_type(request),
             **options,
         )
-    if isinstance(arguments.optimizer, torch.optim.Optimizer):
-        name_optimizer_parameters(arguments.optimizer, live_parameters(captured))  # raises FXP115
     constraints = request.constraints if plan is None else plan.constraints
     granularity = str(constraints.get("granularity", "block"))
     with log_phase("prepare the graph"):
         graph = PassManager(all_passes()).run(_prepare(granularity), captured.graph)
     _check_loss_gradient(captured, graph)
+    if isinstance(arguments.optimizer, torch.optim.Optimizer):
+        _check_optimizer(arguments.optimizer, captured, graph.graph)
     refuse_shared_memory(model, loss, captured, graph.graph)
     annotations: Mapping[str, str] = {}
     if plan is None and (request.sharded or request.open):
@@ -146,6 +151,16 @@ def prepare_model(
     if plan is None:
         request = with_optimizer_parts(request, captured)
     return PreparedModel(request, captured, graph, info, annotations, compare)
+
+
+def _check_optimizer(
+    instance: torch.optim.Optimizer, captured: CapturedModel, graph: fx.Graph
+) -> None:
+    """Raise FXP115 for an instance that ranks cannot copy, FXP109 for unsupported gradients."""
+    groups = name_optimizer_parameters(instance, live_parameters(captured))
+    used = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+    names = [n for group in groups for n in group if n in used & trained_names(captured)]
+    check_gradient_layouts(instance, names, sparse_tables(graph), replaced_names(captured.aliases))
 
 
 def _check_loss_gradient(captured: CapturedModel, graph: fx.GraphModule) -> None:

@@ -189,6 +189,8 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keeps the divisor above zero; None if the divisor is the number of rows. repeat: whether rows
     may be repeated to divide them over ranks, in a program of one microbatch and in one of several:
     "" (no), "rows" (yes), "divisor" (if the second number of weight changes as rows do).
+    step_state: state that every microbatch writes as the whole batch would, from its value before
+    the step.
     """
 
     inputs: tuple[InputSpec, ...]
@@ -209,6 +211,7 @@ class ProgramSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     totals: TotalsSpec | None = None
     weight: TotalsSpec | None = None
     repeat: tuple[str, str] = ("", "")
+    step_state: tuple[str, ...] = ()
 
 
 def dim_value(dim: Dim, symbols: Mapping[str, int]) -> int:

@@ -32,12 +32,13 @@ class StatefulTrainer(TrainerBase):
     model_config: the text of a transformers model's
     config.json, for ``save_pretrained``. plan_text, fingerprint: the plan as JSON, and the
     fingerprint of the model's graph, for checkpoints; empty if the trainer was not created from a
-    plan.
+    plan. reload_unused: copies loaded state that only evaluation reads to its stages.
     """
 
     model_config = ""
     plan_text = ""
     fingerprint = ""
+    reload_unused: Callable[[], None] | None = None
 
     def state_dict(
         self, *, first_only: bool = False, sharded: bool = False, trainable_only: bool = False
@@ -74,7 +75,7 @@ class StatefulTrainer(TrainerBase):
         """
         if self.watch is not None:
             self.watch.note_returned(found)
-        return {name: t for name, t in found.items() if name not in self._original_names}
+        return {self._original_names.get(name, name): t for name, t in found.items()}
 
     @cached_property
     def _original_names(self) -> dict[str, str]:
@@ -149,19 +150,27 @@ class StatefulTrainer(TrainerBase):
         """
         self.pipeline.settle()
         state = {plain_name(name): tensor for name, tensor in state.items()}
-        inner = {n: t for n, t in state.items() if n not in self._unused}
+        unused = {*self._unused, *(a for a, m in self.spec.aliases.items() if m in self._unused)}
+        inner = {n: t for n, t in state.items() if n not in unused}
         text = "parts" if has_dtensors(inner) else " ".join(sorted(state))
-        agree(
-            self._transport, "the state dict",
-            lambda: (self._state.load(inner, strict=strict), text),
-        )  # fmt: skip
-        for name, tensor in self._unused.items():
-            if name in state:
-                tensor.copy_(state[name])
+
+        def load() -> tuple[list[tuple[torch.Tensor, torch.Tensor]], str]:
+            found = self._state.find_unused(self._unused, state, strict=strict)
+            self._state.load(inner, strict=strict)
+            return found, text
+
+        for tensor, given in agree(self._transport, "the state dict", load):
+            tensor.copy_(given)
         self._note_written()
         if self.watch is not None:
             self.watch.accept()
+        self._note_loaded()
+
+    def _note_loaded(self) -> None:
+        """Renew copies of the state after a load."""
         self.divisors.renew()
+        if self.reload_unused is not None:
+            self.reload_unused()
 
     def optimizer_state_dict(
         self, *, first_only: bool = False, numbered: bool = False

@@ -203,7 +203,7 @@ class Trainer(Inference):
         ordered = {name: found[name] for name in saved}
         ordered.update({name: tensor.detach().clone() for name, tensor in self._unused.items()})
         ordered.update({a: ordered[m] for a, m in self.spec.aliases.items() if m in ordered})
-        return {name: t for name, t in ordered.items() if name not in self._original_names}
+        return {self._original_names.get(name, name): t for name, t in ordered.items()}
 
     def save_checkpoint(
         self,

@@ -17,7 +17,7 @@ from fxpart.passes import all_passes
 from fxpart.runtime.batch.outputs import Outputs, OutputSpec
 from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.state.module_constants import ModuleConstants
-from fxpart.training.evaluation import place_on_training_stages, register_constants
+from fxpart.training.evaluation import place_on_training_stages
 
 if TYPE_CHECKING:
     from fxpart.api import Program
@@ -67,8 +67,7 @@ def build_activation_stages(
         specs.append((name, None if dim is None else 0, sums[value]))
     output.args = ((None, *sums.values()),)
     captured.graph.recompile()
-    found = place_on_training_stages(program, captured, mesh_ranks, keep_outputs=True)
-    register_constants(found, captured, constants)
+    found = place_on_training_stages(program, captured, mesh_ranks, constants, keep_outputs=True)
     values = dict(zip(sums.values(), found[0].spec.outputs, strict=True))
     return found, Outputs(tuple(OutputSpec(values[node], name, dim) for name, dim, node in specs))
 

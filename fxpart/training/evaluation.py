@@ -46,13 +46,11 @@ def build_evaluation_stages(
     """Build evaluation-mode stages on the same ranks that share the state of training.
 
     mesh_ranks: of the training program, with the modules of this process. constants: registers the
-    copies of constants.
+    copies of constants, and has the state that no stage trains.
     """
     assert program.captured.again is not None
     captured = program.captured.again(False)
-    found = place_on_training_stages(program, captured, mesh_ranks, keep_outputs=False)
-    register_constants(found, captured, constants)
-    return found
+    return place_on_training_stages(program, captured, mesh_ranks, constants, keep_outputs=False)
 
 
 def build_prediction_stages(
@@ -80,19 +78,10 @@ def build_prediction_stages(
     if not loss or captured.loss_kind == "mean-square":
         node.args = ((None, *others),)
         captured.graph.recompile()
-    found = place_on_training_stages(program, captured, mesh_ranks, keep_outputs=True)
-    register_constants(found, captured, constants)
+    found = place_on_training_stages(program, captured, mesh_ranks, constants, keep_outputs=True)
     values = found[0].spec.outputs
     specs = [OutputSpec(value, name, dim) for value, (name, dim) in zip(values, kept, strict=True)]
     return found, Outputs(tuple(specs), captured.form)
-
-
-def register_constants(
-    mesh_ranks: Sequence[MeshRank], captured: CapturedModel, constants: ModuleConstants | None
-) -> None:
-    """Register the copies of constants in evaluation modules."""
-    if constants is not None:
-        constants.extend(mesh_ranks, captured.state)
 
 
 def _undo_broadcast(value: Any) -> Any:
@@ -114,9 +103,27 @@ def _undo_broadcast(value: Any) -> Any:
 
 
 def place_on_training_stages(
-    program: Program, captured: CapturedModel, mesh_ranks: Sequence[MeshRank], *, keep_outputs: bool
+    program: Program,
+    captured: CapturedModel,
+    mesh_ranks: Sequence[MeshRank],
+    constants: ModuleConstants | None,
+    *,
+    keep_outputs: bool,
 ) -> list[MeshRank]:
     """Place a model captured in evaluation mode on the stages and mesh ranks of training."""
+    constants = constants or ModuleConstants()
+    found = _place(program, captured, mesh_ranks, constants.unused, keep_outputs)
+    constants.extend(found, captured.state)
+    return found
+
+
+def _place(
+    program: Program,
+    captured: CapturedModel,
+    mesh_ranks: Sequence[MeshRank],
+    unused: Mapping[str, torch.Tensor],
+    keep_outputs: bool,
+) -> list[MeshRank]:
     if captured.microbatch_size not in (None, captured.batch_size):
         assert captured.again is not None
         mark_batch_dependent_nodes(captured.again(False, captured.batch_size), captured)
@@ -129,7 +136,7 @@ def place_on_training_stages(
             assigned, captured, plan.seed, None, plan.transfer_dtype, keep_outputs=keep_outputs
         )
         return [
-            _build_mesh_rank(captured, trained, *_replicate(plan, *made), mesh_rank)
+            _build_mesh_rank(captured, trained, *_replicate(plan, *made), mesh_rank, unused)
             for mesh_rank in mesh_ranks
         ]
     programs = program.mesh_rank_programs
@@ -151,7 +158,8 @@ def place_on_training_stages(
         )
         if programs.stage_ranks:
             check_stage_meshes(own, made[0], sharded.mesh, programs.stage_ranks)
-        found.append(_build_mesh_rank(captured, trained, *_replicate(plan, *made), mesh_rank))
+        own_stages = _replicate(plan, *made)
+        found.append(_build_mesh_rank(captured, trained, *own_stages, mesh_rank, unused))
     return found
 
 
@@ -170,8 +178,12 @@ def _build_mesh_rank(
     spec: ProgramSpec,
     stages: Sequence[StageGraph],
     mesh_rank: MeshRank,
+    unused: Mapping[str, torch.Tensor],
 ) -> MeshRank:
-    """Build one mesh rank's evaluation modules. training: the state of the training capture."""
+    """Build one mesh rank's evaluation modules.
+
+    training: the state of the training capture. unused: state that no stage trains.
+    """
     part = make_state_slicer(spec, mesh_rank.index)
     made: dict[int, nn.Module] = {}
     for index, trained in mesh_rank.modules.items():
@@ -185,7 +197,7 @@ def _build_mesh_rank(
         }
         missing = [s for s in stage.state if s.name not in attributes]
         if missing:
-            _copy_missing_state(module, missing, captured.state, part)
+            _add_missing_state(module, missing, captured.state, unused, part)
         for state in stage.state:
             if state.name in attributes:
                 setattr(module, state.attribute, getattr(trained, attributes[state.name]))
@@ -203,23 +215,28 @@ def _is_same_constant(
     return storage_identity(one) == storage_identity(other)
 
 
-def _copy_missing_state(
+def _add_missing_state(
     module: nn.Module,
     missing: list[StateSpec],
     state: Mapping[str, torch.Tensor],
+    unused: Mapping[str, torch.Tensor],
     part: ShardSelector | None,
 ) -> None:
-    """Copy state that only evaluation reads (constants, fixed buffers) from the model."""
+    """Copy state that only evaluation reads; without a gradient, training does not change it."""
     for item in missing:
-        tensor = state[item.name] if part is None else part(item.name, state[item.name])
-        if item.kind == "parameter":
+        parameter = item.kind == "parameter"
+        if parameter and item.name not in unused:
             raise error(
                 "FXP201",
                 where=f"parameter {item.name}",
                 why="evaluation uses it on a stage where training does not",
                 fix="use the same layers in the training and evaluation paths of the module",
             )
-        setattr(module, item.attribute, tensor.detach().to(get_module_device(module), copy=True))
+        whole = unused.get(item.name, state.get(item.name))
+        assert whole is not None
+        tensor = whole if part is None else part(item.name, whole)
+        copy = tensor.detach().to(get_module_device(module), copy=True)
+        setattr(module, item.attribute, nn.Parameter(copy, False) if parameter else copy)
 
 
 def get_module_device(module: nn.Module) -> torch.device:

@@ -11,6 +11,7 @@ import torch
 from fxpart.checkpoint.signature import KeySource
 from fxpart.codegen.materialization import constants_of, materialize, unused_state
 from fxpart.codegen.program_archive import load_exported
+from fxpart.compat import replaced_names
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
@@ -33,6 +34,7 @@ from fxpart.training.local_placement import LocalPlacement, get_device_type, has
 
 if TYPE_CHECKING:
     from fxpart.api import Program
+    from fxpart.capture import CapturedModel
 
 
 _FROM_PLAN = frozenset(("microbatches", "schedule"))
@@ -111,7 +113,7 @@ def _make_trainer(
     if weights is None:
         used = [t.name for own in mesh_ranks for k in own.modules for t in own.spec.stages[k].state]
         check_same_weights(placement.transport, state, used)
-    copies = ModuleConstants.of(mesh_ranks, state)
+    copies = ModuleConstants.of(mesh_ranks, state, unused)
     made = placement.trainer(
         mesh_ranks,
         queue=queue,
@@ -124,16 +126,23 @@ def _make_trainer(
     made.model_config = program.captured.config
     captured = program.captured
     made.divisors.watch(captured.state)
-    slots = {name: slot for name, slot in captured.slots.items() if name not in captured.guarded}
-    made.watch = ModuleWatch(slots, captured.parameters, values=weights is None)
+    made.watch = _watch_module(captured, values=weights is None)
     if (guard := program.captured.guard) is not None:
         # In a pipeline without flushes, minibatches from before and after a change are in flight
         # together.
-        update = None if made.is_asynchronous else copies.update
-        made.guard = lambda: guard(update)
+        made.guard = lambda: guard(None if made.is_asynchronous else copies.update)
     made.activation_stages = lambda: build_activation_stages(program, mesh_ranks, copies)
     made.row_figures = lambda: compute_row_figures(plan)
+    made.reload_unused = copies.reload
     return _attach_plan(made, plan)
+
+
+def _watch_module(captured: CapturedModel, *, values: bool) -> ModuleWatch:
+    """Return the watch of the module's tensors that the captured program's guard does not cover."""
+    slots = {name: slot for name, slot in captured.slots.items() if name not in captured.guarded}
+    made = ModuleWatch(slots, captured.parameters, values=values)
+    made.names = replaced_names(captured.aliases)
+    return made
 
 
 def _refresh_optimizer(program: Program, optimizer: Any, mode: WeightMode | None) -> Any:
@@ -155,12 +164,12 @@ def _refresh_optimizer(program: Program, optimizer: Any, mode: WeightMode | None
 
 def _check_frozen(program: Program) -> None:
     """Raise FXP109 for every parameter whose requires_grad has changed since compilation."""
-    stages = program.spec.stages
+    stages, names = program.spec.stages, replaced_names(program.spec.aliases)
     compiled = {s.name: s.requires_grad for g in stages for s in g.state if s.kind == "parameter"}
     problems = [
         Problem(
             "FXP109",
-            f"parameter {name}",
+            f"parameter {names.get(name, name)}",
             f"requires_grad was {trained} when the program was compiled, and is {not trained} now",
             "compile again: the gradients that stages exchange depend on it",
         )

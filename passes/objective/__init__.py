@@ -12,7 +12,7 @@ from __future__ import annotations
 from .analysis import LARGER_KEY, NUMBERS_KEY, ObjectiveAnalysis, analyze
 from .batch_weight import WEIGHT_KEY, weight_of
 from .microbatch_rewrite import ADDED_KEY, OBJECTIVE_KEY, MicrobatchRewrite, divide
-from .row_dependence import RowDependence, coupling_of
+from .row_dependence import STEP_STATE_KEY, RowDependence, coupling_of
 from .row_repetition import REPEAT_KEY, repetition_of
 from .total_inputs import TotalInputs
 
@@ -22,6 +22,7 @@ __all__ = [
     "NUMBERS_KEY",
     "OBJECTIVE_KEY",
     "REPEAT_KEY",
+    "STEP_STATE_KEY",
     "WEIGHT_KEY",
     "MicrobatchRewrite",
     "ObjectiveAnalysis",

@@ -263,7 +263,7 @@ class _ObjectiveAnalyzer:
         if not sized and node.name in self.numbers and name in _ARITHMETIC:
             mean = known[0].relation is BatchRelation.SUM and len(known) == 1 and name in _QUOTIENTS
             return (MEAN if mean else make_coupled_kind(node),) * count
-        if sized and name in _ARITHMETIC:
+        if sized and name.removesuffix("_") in _ARITHMETIC:
             return self._with_size(node, name, known, sized, count)
         if (sized or node.name in self.numbers) and is_pointwise(op_of(node)):
             return (make_coupled_kind(node),) * count  # its elements depend on the batch size

@@ -41,7 +41,7 @@ def divide(module: fx.GraphModule, analysis: ObjectiveAnalysis) -> MicrobatchRew
     analysis: of the module's graph, with ``accept``: values that couple rows are computed per
     microbatch. A graph whose loss is a mean over rows is unchanged.
     """
-    if analysis.loss is None or not _MicrobatchRewriter.needed(analysis):
+    if not _MicrobatchRewriter.needed(analysis):
         return MicrobatchRewrite(module, None)
     made = fork(module)
     assert [n.name for n in made.graph.nodes] == [n.name for n in module.graph.nodes]
@@ -74,9 +74,8 @@ class _MicrobatchRewriter:
         """Return whether any value that the loss needs has to change."""
         live = live_nodes(found)
         loss = found.loss
-        assert loss is not None
         return (
-            found.kind(loss).relation is BatchRelation.SUM
+            (loss is not None and found.kind(loss).relation is BatchRelation.SUM)
             or any(n in live for n in found.losses)
             or any(n in live for n, _ in (*found.conversions, *found.sizes))
             or any(True for _ in total_reads(found, live))
@@ -85,7 +84,6 @@ class _MicrobatchRewriter:
     def run(self) -> TotalInputs:
         """Apply all changes; return the added inputs."""
         live, loss = live_nodes(self.found), self.found.loss
-        assert loss is not None
         reads = list(total_reads(self.found, live))
         for user, total in reads:
             user.replace_input_with(total, self._total(total))
@@ -100,10 +98,10 @@ class _MicrobatchRewriter:
             if node in live:
                 source = ends.get(operand, operand)
                 node.replace_input_with(source, self._mean(source))
-        if self.found.kind(loss).relation is BatchRelation.SUM:
+        if loss is not None and self.found.kind(loss).relation is BatchRelation.SUM:
             source = ends.get(loss, loss)
             self._return(self._mean(source))
-        elif self.found.kind(loss).total:
+        elif loss is not None and self.found.kind(loss).total:
             self._return(self._total(loss))
         self.totals.graph.output(tuple(node for _, node in self.outputs))
         names = tuple(name for name, _ in self.outputs)
@@ -140,7 +138,9 @@ class _MicrobatchRewriter:
         if key not in self.fed:
             given = self.totals.copied(size) if isinstance(size, fx.Node) else size
             output = self.totals.add(node)(_ATEN.scalar_tensor.default, (given,))
-            dtype = torch.float64 if node.meta["val"].dtype is torch.float64 else torch.float32
+            dtype = node.meta["val"].dtype
+            if dtype.is_floating_point or dtype.is_complex:
+                dtype = torch.float64 if dtype is torch.float64 else torch.float32
             self.fed[key] = self._feed(self.totals.add(node)(_ATEN.to.dtype, (output, dtype)))
         fed = self.fed[key]
         node.args = tuple(fed if a is size else a for a in node.args)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from torch import fx
 
-from fxpart.compiler.effects import op_of, packet_name
+from fxpart.compiler.effects import is_random, op_of, packet_name
 from fxpart.compiler.graph_edit import annotation
 
 from .analysis import ObjectiveAnalysis
+from .microbatch_rewrite import needed_for
 from .value_kinds import BatchRelation
 
+# A captured graph: names of state that microbatches write as the whole batch does.
+STEP_STATE_KEY = "fxpart_step_state"
 _SHOWN = 3  # maximum number of layers that a message names
 
 
@@ -35,8 +40,8 @@ def coupling_of(analysis: ObjectiveAnalysis, loss: bool = True) -> tuple[RowDepe
         module, layer = annotation(writer).module, _normalization(writer)
         if layer:
             layers.setdefault(module, layer)
-        elif module not in layers:
-            why = f"{', '.join(names)} is updated once per microbatch"
+        elif module not in layers and not _writes_per_step(analysis, writer, names):
+            why = f"{', '.join(names)} is updated with the values of each microbatch"
             found.setdefault(module, RowDependence(_where(writer), why))
     end = analysis.loss
     if loss and end is not None:
@@ -50,6 +55,20 @@ def coupling_of(analysis: ObjectiveAnalysis, loss: bool = True) -> tuple[RowDepe
                 key = f"{module} {cause.name}"
                 found.setdefault(key, RowDependence(_where(cause), f"{_op(cause)} combines rows"))
     return (*_normalizations(layers), *found.values())
+
+
+def _writes_per_step(analysis: ObjectiveAnalysis, writer: fx.Node, names: tuple[str, ...]) -> bool:
+    """Return whether what a node writes to state depends neither on rows nor on random numbers.
+
+    Each microbatch can then compute what the whole batch would, from the state before the step.
+    Trained parameters do not count: microbatches without flushes read several versions of them.
+    """
+    if analysis.kind(writer).relation is not BatchRelation.FIXED:
+        return False
+    module: Any = analysis.graph.owning_module
+    if any(attrgetter(name)(module).requires_grad for name in names):
+        return False
+    return not any(is_random(node) for node in needed_for([writer]))
 
 
 def _normalizations(layers: dict[str, str]) -> tuple[RowDependence, ...]:

@@ -83,11 +83,38 @@ def counts_rows(node: fx.Node) -> bool:
 def _index_put(call: SchemaCall) -> ShardingRule:
     """Rule for index_put: indexed dims and indices are not sharded; the values broadcast."""
     rank = len(call.shape("self"))
+    if _is_masked(call):
+        return _masked_put(call, rank)
     given, indices, names = _indexed(call, rank)
     data, out = _out(given, rank, names)
     values = out[len(out) - len(call.shape("values")) :]
     wholes = [str(n) for n in names]
     return call.rule([data, *indices, values], [data], whole=wholes, linear=["self values"])
+
+
+def _is_masked(call: SchemaCall) -> bool:
+    """Return whether the only index is a mask."""
+    entries = [e for e in call.given["indices"] if isinstance(e, fx.Node)]
+    return len(entries) == 1 and entries[0].meta["val"].dtype is torch.bool
+
+
+def _masked_put(call: SchemaCall, rank: int) -> ShardingRule:
+    """Rule for ``x[:, mask] = value``: all dims are factors if each selected place is given
+    the same values, such as a mask token."""
+    data: list[Dim] = [f"d{d}" for d in range(rank)]
+    first = next(d for d, entry in enumerate(call.given["indices"]) if entry is not None)
+    after = first + len(call.shape("indices"))
+    values = call.shape("values")
+    selected = len(values) - 1 - (rank - after)  # the dim of values that counts selected places
+    if selected >= 0 and not is_one(values[selected]):
+        raise UncoveredCallError  # which value goes where depends on all of the mask
+    dims: list[Dim] = [*data[:first], "_selected", *data[after:]]
+    by_name = {
+        "self": data,
+        "indices": data[first:after],
+        "values": dims[len(dims) - len(values) :],
+    }
+    return call.rule(by_name, [data], linear=["self values"])
 
 
 def _gather(call: SchemaCall) -> ShardingRule:

@@ -62,7 +62,14 @@ def translation() -> Made:
 
     with torch.device("meta"):
         config = T5Config(
-            d_model=1024, d_ff=4096, d_kv=64, num_layers=24, num_heads=16, dropout_rate=0.0
+            d_model=1024,
+            d_ff=4096,
+            d_kv=64,
+            num_layers=24,
+            num_heads=16,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            pad_token_id=0,
         )
         model = T5ForConditionalGeneration(config)
     return model.bfloat16().train(), tokens(512)

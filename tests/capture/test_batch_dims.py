@@ -166,10 +166,11 @@ def test_batch_dims_given_overrule_and_none_means_no_batch() -> None:
     [
         ({"nope": 0}, "FXP109", "Known inputs: x"),
         ({"x": 5}, "FXP109", "out of range"),
+        ({"x": "batch"}, "FXP109", "not the number of a dim"),
         ({"x": 0, "mask": 1, "positions": 0}, "FXP104", "sizes differ"),
     ],
 )
-def test_wrong_batch_dims(given: dict[str, int | None], code: str, words: str) -> None:
+def test_wrong_batch_dims(given: dict[str, Any], code: str, words: str) -> None:
     inputs = (torch.randn(3, 5, 4), torch.zeros(5, 5), torch.arange(5.0))
     with pytest.raises(FxpartError) as caught:
         capture(Masked(), inputs, batch_dims=given)

@@ -6,9 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from pipelining_programs import Answer, fxparts, torchs
 from ranks import TESTS, Pool, torchrun
+from torch import nn
 
+import fxpart
 from fxpart.errors import FxpartError
 from fxpart.interop.chain_stage import boundaries
 from fxpart.program.spec import ProgramSpec, ShardingSpec, StageSpec, ValueSpec
@@ -115,3 +118,16 @@ def test_the_example_learns() -> None:
     assert len(losses) == 20
     assert losses[0] > 4.0
     assert losses[-1] < 0.1
+
+
+def test_state_that_is_written_per_step_is_refused() -> None:
+    """torch's schedules would write it per microbatch."""
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 1))
+    batch = torch.randn(4, 4), torch.randn(4, 1)
+    program = fxpart.compile(
+        model, "local:2", example_inputs=batch, loss=nn.functional.mse_loss, microbatches=2,
+        constraints={"mesh": "none", "stages": 2},
+    )  # fmt: skip
+    with pytest.raises(FxpartError, match="0.weight_u") as refused:
+        program.to_pipeline_stages(ranks=[0, 1])
+    assert refused.value.code == "FXP114"

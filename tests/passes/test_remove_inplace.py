@@ -10,8 +10,9 @@ import torch
 from fxpart.passes import all_passes
 from hypothesis import HealthCheck, assume, given, settings
 from inplace_programs import Builder, programs, run, same_bits
-from torch import fx
+from torch import fx, nn
 
+from fxpart.capture import capture
 from fxpart.compiler import PassManager
 from fxpart.compiler.effects import list_written_nodes, packet_name, state_written
 from fxpart.errors import FxpartError
@@ -203,3 +204,24 @@ def test_random_fills_draw_the_same_numbers(op: Any, args: tuple[Any, ...], whol
     after = PassManager(all_passes()).run("remove_inplace,key_random", module)
     for a, b in zip(run(before, 5, X.clone()), run(after, 5, X.clone()), strict=True):
         assert same_bits(a, b)
+
+
+def test_a_buffer_that_is_assigned_anew_does_not_prevent_cuts() -> None:
+    """Its copy follows the last use of the buffer, and the writes of what it is computed from."""
+
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 4)
+            self.register_buffer("average", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(x) + self.average
+            self.average = self.average * 0.9 + self.norm.running_mean
+            return self.head(torch.relu(x))
+
+    module = capture(Averaged(), example_inputs=(torch.randn(8, 4),)).graph
+    changed = PassManager(all_passes()).run("inline_regions,remove_inplace", module)
+    names = [str(node.target) for node in changed.graph.nodes if node.op == "call_function"]
+    assert names.index("aten.batch_norm.default") < names.index("aten.copy_.default")
+    assert names.index("aten.copy_.default") < names.index("aten.relu.default")

@@ -201,6 +201,28 @@ def test_an_optimizer_that_takes_no_sparse_gradient_is_refused_at_once() -> None
     assert {p.code for p in caught.value.problems} == {"FXP109"}
 
 
+def test_an_optimizer_instance_for_sparse_gradients_is_refused_by_compile() -> None:
+    """The gradient of a table that is also the output layer is dense."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4, sparse=True)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(self.table(ids).mean(1), self.table.weight)
+
+    model = Tied()
+    with pytest.raises(FxpartError, match="its gradient is dense") as caught:
+        fxpart.compile(
+            model, "local:1", example_inputs=(torch.randint(9, (4, 3)), torch.randint(9, (4,))),
+            loss=nn.functional.cross_entropy,
+            optimizer=torch.optim.SparseAdam(model.parameters()),
+        )  # fmt: skip
+    assert caught.value.code == "FXP109"
+    assert "table.weight" in str(caught.value)
+
+
 def test_parts_are_put_in_the_order_of_microbatches() -> None:
     def part(lengths: list[int], first: int) -> SparseGradientParts:
         ids = torch.arange(first, first + sum(lengths))

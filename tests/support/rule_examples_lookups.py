@@ -25,6 +25,8 @@ def _index(r: Draw) -> Example:
 
 
 def _index_put(r: Draw) -> Example:
+    if r.yes():
+        return _masked_put(r)
     shape = r.sizes(2, 3, 6)
     count = r.size(2, 3)
     rows = torch.randperm(shape[0], generator=r.generator)[:count]
@@ -32,6 +34,16 @@ def _index_put(r: Draw) -> Example:
     gather = given[0] is not None
     values = r.real(count, shape[1]) if gather else r.real(shape[0], count)
     return Example(ATEN.index_put.default, (r.real(*shape), given, values, not gather))
+
+
+def _masked_put(r: Draw) -> Example:
+    shape, masked = r.sizes(3, 2, 6), r.pick([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)])
+    mask = r.real(*shape[slice(*masked)]) > 0
+    values = r.pick(
+        [[], [1], [1, *shape[masked[1] :]], [*shape[: masked[0]], 1, *shape[masked[1] :]]]
+    )
+    given: list[Any] = [*[None] * masked[0], mask]
+    return Example(ATEN.index_put.default, (r.real(*shape), given, r.real(*values), r.yes()))
 
 
 def _gather(r: Draw) -> Example:

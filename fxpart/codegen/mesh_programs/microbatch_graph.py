@@ -11,8 +11,10 @@ from torch import fx
 from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph
 from fxpart.passes.objective import (
     REPEAT_KEY,
+    STEP_STATE_KEY,
     WEIGHT_KEY,
     analyze,
+    coupling_of,
     divide,
     repetition_of,
     weight_of,
@@ -32,8 +34,9 @@ def divide_graph(
 ) -> fx.GraphModule:
     """Return the graph for this number of microbatches; unchanged for 1 or a mean over rows.
 
-    Also record, in the captured graph, the weight of a batch in a mean over batches and whether its
-    rows may be repeated. outputs: the program returns the user's outputs.
+    Also record, in the captured graph, the weight of a batch in a mean over batches, whether its
+    rows may be repeated, and state that is written per step. outputs: the program returns the
+    user's outputs.
     """
     known, dims = WEIGHT_KEY in captured.graph.meta, batch_dims(captured)
     if known and microbatches == 1:
@@ -42,6 +45,10 @@ def divide_graph(
     if not known:
         captured.graph.meta[WEIGHT_KEY] = weight_of(graph, found)
         captured.graph.meta[REPEAT_KEY] = repetition_of(graph, dims, outputs=outputs)
+        given = captured.loss_kind != "mean-square"
+        if found.writers and not coupling_of(analyze(graph, dims), loss=given):
+            names = {name for written in found.writers.values() for name in written}
+            captured.graph.meta[STEP_STATE_KEY] = tuple(sorted(names))
     return graph if microbatches == 1 else divide(graph, found).module
 
 

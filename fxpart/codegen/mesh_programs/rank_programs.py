@@ -17,7 +17,7 @@ from fxpart.codegen.stage_split import StageGraph, split
 from fxpart.codegen.totals_spec import weight_spec
 from fxpart.compiler import PassManager
 from fxpart.passes import all_passes
-from fxpart.passes.objective import REPEAT_KEY
+from fxpart.passes.objective import REPEAT_KEY, STEP_STATE_KEY
 from fxpart.program.replicas import replicate_program
 from fxpart.program.spec import ProgramSpec
 
@@ -122,6 +122,7 @@ def cut(
         "transfer_dtype": transfer_dtype,
         "weight": weight_spec(captured.graph),
         "repeat": captured.graph.meta.get(REPEAT_KEY, ("", "")),
+        "step_state": captured.graph.meta.get(STEP_STATE_KEY, ()),
     }
     return replace(spec, **more), stages
 

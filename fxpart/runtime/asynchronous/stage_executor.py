@@ -209,7 +209,7 @@ class AsyncStageExecutor(Executor):
         if self.ties.received_weights:
             self.weights.lend(microbatch, self.ties.received_weights)
         with self.weights.forward(microbatch):
-            state.forward(batch.keys[index], train=True)
+            state.forward(batch.keys[index], train=True, step=batch)
             for peer, spec, _ in self._channels.out:
                 if spec.shared and self._layout.changed(
                     self._mode, self.versions, self.stage, microbatch

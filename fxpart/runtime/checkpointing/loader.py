@@ -62,7 +62,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint, *, random: bool = True) ->
 
     agree(transport, "the checkpoint", check)
     agree(transport, "the content of the checkpoint", fill)
-    trainer.divisors.renew()
+    trainer._note_loaded()
     if trainer.seed != manifest.seed:
         trainer.options = replace(trainer.options, seed=manifest.seed)
     return dict(manifest.extra)

@@ -280,7 +280,7 @@ class RankInstructions(Executor):
                 for link in carried:
                     value = cells[producer, microbatch].value(link, forward=True)
                     cell.inputs[link.input] = value.detach()
-            cell.forward(feed.keys[microbatch], train=self._train)
+            cell.forward(feed.keys[microbatch], train=self._train, step=feed)
             cells[action.stage, microbatch] = cell
             if table.loss is not None:
                 self.losses[microbatch] = cell.outputs[table.loss].detach()

@@ -47,9 +47,10 @@ class StageMicrobatch:
         self._edges: tuple[GradientEdge | None, ...] | None = None
         self._gathers: BackwardGathers | None = None
 
-    def forward(self, key: int, *, train: bool) -> None:
-        """Run the stage module on ``inputs``."""
+    def forward(self, key: int, *, train: bool, step: object = None) -> None:
+        """Run the stage module on ``inputs``. step: what the microbatches of a step share."""
         table = self.table
+        table.step_state.begin_microbatch(step)
         with torch.set_grad_enabled(train):
             used = self.inputs
             if train:

@@ -16,6 +16,7 @@ from fxpart.program.edges import ValueEdge
 from fxpart.program.spec import ProgramSpec, StageSpec, has_backward
 from fxpart.runtime.executor.activation_offload import ActivationOffload
 from fxpart.runtime.executor.recompute import Mode, StageRecomputation
+from fxpart.runtime.state.written_buffers import StepState
 
 
 class SavedTensorPolicy:
@@ -121,7 +122,8 @@ class StageSignature:
     (descending). relayed: inputs whose partial gradient comes from a later user. loss: the output
     that is the loss. kept: outputs to return to the user. trains: whether the stage takes part in
     the backward pass. positions: of inputs that are values of other stages, by name. keeping: calls
-    the module. writes_state: forward passes write parameters or buffers.
+    the module. writes_state: forward passes write parameters or buffers. step_state: those that
+    each microbatch of a step writes from the value before the step.
     """
 
     index: int
@@ -138,6 +140,7 @@ class StageSignature:
     positions: dict[str, int]
     keeping: SavedTensorPolicy
     writes_state: bool
+    step_state: StepState
 
     @classmethod
     def of(
@@ -178,4 +181,9 @@ class StageSignature:
             {link.name: link.input for link in into},
             SavedTensorPolicy(spec, stage, module, recompute, offload),
             any(state.written for state in stage.state),
+            StepState(
+                getattr(module, each.attribute)
+                for each in stage.state
+                if each.written and each.name in spec.step_state
+            ),
         )

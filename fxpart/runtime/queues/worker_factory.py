@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fxpart.errors import error
 from fxpart.program.replica_groups import ReplicaGroupGraph
 from fxpart.runtime.asynchronous.stage_optimizers import collect_stage_parameters
 from fxpart.runtime.executor.stage_signature import StageSignature
@@ -32,6 +33,12 @@ def make_worker(
         spec, spec.stages[stage], module, layout.found(stage), False,
         options.recomputes(len(spec.stages)).get(stage, "none"),
     )  # fmt: skip
+    if table.step_state.tensors and trainer.microbatches > 1:
+        raise error(
+            "FXP109", where=f"queues and the state {', '.join(spec.step_state)}",
+            why="forward passes write to this state once per step, and queues run microbatches of "
+            "several steps in any order", fix="use microbatches=1, or a schedule without queues",
+        )  # fmt: skip
     weights = QueueWeights(module, optimizer, options.mode, bound if table.trains else 0)
     if table.keeping.recompute is not None:
         weights.recompute(table.keeping.recompute)

@@ -9,6 +9,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from fxpart.compat import replaced_names
 from fxpart.errors import FxpartError, Problem
 from fxpart.program.spec import StateSpec
 from fxpart.runtime.dtypes import torch_dtype
@@ -203,11 +204,12 @@ class ModelState:
             if (known := self._find_given_name(name, given)) is not None
         }
         problems: list[Problem] = []
+        shown = replaced_names(self.aliases)
         if strict:
             here = has_dtensors(given)
             names = {name for name, entry in self.saved() if entry.copies or not here}
             problems += [
-                _make_problem(name, "the state dict does not have it")
+                _make_problem(shown.get(name, name), "the state dict does not have it")
                 for name in sorted(names - set(wanted))
             ]
             extra = set(given) - names - set(self.aliases)
@@ -217,9 +219,8 @@ class ModelState:
         for name, tensor in wanted.items():
             shape = self.entries[name].pieces.shape
             if tuple(tensor.shape) != shape:
-                problems.append(
-                    _make_problem(name, f"its shape is {tuple(tensor.shape)}, not {shape}")
-                )
+                why = f"its shape is {tuple(tensor.shape)}, not {shape}"
+                problems.append(_make_problem(shown.get(name, name), why))
         if problems:
             raise FxpartError(problems)
         with torch.no_grad():
@@ -234,6 +235,26 @@ class ModelState:
         if name in given:
             return name
         return next((a for a, main in self.aliases.items() if main == name and a in given), None)
+
+    def find_unused(
+        self, unused: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], *, strict: bool
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the tensors of state that no stage has, each with the given one."""
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        problems: list[Problem] = []
+        for name, tensor in unused.items():
+            known = self._find_given_name(name, given)
+            if known is None:
+                if strict:
+                    problems.append(_make_problem(name, "the state dict does not have it"))
+            elif given[known].shape != tensor.shape:
+                why = f"its shape is {tuple(given[known].shape)}, not {tuple(tensor.shape)}"
+                problems.append(_make_problem(known, why))
+            else:
+                found.append((tensor, given[known]))
+        if problems:
+            raise FxpartError(problems)
+        return found
 
     def _receive(self, root: int, like: torch.Tensor) -> torch.Tensor:
         handle = self.transport.post(root, 0, STATE, like.shape, like.dtype, like.device)

@@ -20,17 +20,22 @@ Part = Callable[[str, torch.Tensor], torch.Tensor]
 class ModuleConstants:
     """The copies that stage modules have of the model's constants and buffers.
 
-    entries: copy, the model's tensor, its name, and the function that selects a rank's part.
+    entries: copy, its source, the source's name, and the function that selects a rank's part.
+    unused: state that no stage trains, by name: evaluation copies it, and checkpoints load it.
     """
 
+    unused: Mapping[str, torch.Tensor] = field(default_factory=dict)
     entries: list[tuple[torch.Tensor, torch.Tensor, str, Part | None]] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, mesh_ranks: Sequence[MeshRank], state: Mapping[str, torch.Tensor]
+        cls,
+        mesh_ranks: Sequence[MeshRank],
+        state: Mapping[str, torch.Tensor],
+        unused: Mapping[str, torch.Tensor],
     ) -> ModuleConstants:
         """Register the copies in the stage modules of these mesh ranks."""
-        found = cls()
+        found = cls(unused)
         found.extend(mesh_ranks, state)
         return found
 
@@ -53,6 +58,13 @@ class ModuleConstants:
             if item.kind != "parameter" and item.name in state:
                 copy = getattr(module, item.attribute)
                 self.entries.append((copy, state[item.name], item.name, part))
+            if item.name in self.unused:
+                copy = getattr(module, item.attribute)
+                self.entries.append((copy, self.unused[item.name], item.name, part))
+
+    def reload(self) -> None:
+        """Copy the unused state again, after a checkpoint was loaded."""
+        self.update([*self.unused.values()])
 
     def update(self, changed: Sequence[torch.Tensor]) -> bool:
         """Copy the changed tensors; return whether all of them are constants of the program."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from operator import attrgetter, is_not
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ class ModuleWatch:
 
     Each call detects replaced tensors, writes that autograd counts, and changes of
     ``requires_grad``. Writes through ``.data`` are detected by comparing some elements of 16
-    parameters per call.
+    parameters per call. names: of tensors in messages, where they differ.
     """
+
+    names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, slots: Slots, parameters: Iterable[str], *, values: bool) -> None:
         """slots: where the modules store their tensors. parameters: names of the parameters.
@@ -132,7 +135,7 @@ class ModuleWatch:
             if self._values and not same and not self._is_returned(name, now):
                 changed.append(name)
         if changed:
-            raise _make_changed_error(changed)
+            raise self._make_changed_error(changed)
         self.accept()
 
     def _compare_sample(self) -> None:
@@ -141,7 +144,7 @@ class ModuleWatch:
         self._turn = (self._turn + 1) % len(self._turns)
         moved = [name for name, at, _ in these if self._tensors[name].data_ptr() != at]
         if moved:
-            raise _make_changed_error(moved)
+            raise self._make_changed_error(moved)
         if torch.equal(torch.cat([view for _, _, view in these]), numbers):
             return
         parts = numbers.split([len(view) for _, _, view in these])
@@ -149,8 +152,20 @@ class ModuleWatch:
         changed = [name for (name, _, view), part in pairs if not _equal(view.to(part.dtype), part)]
         other = [name for name in changed if not self._is_returned(name, self._tensors[name])]
         if other:
-            raise _make_changed_error(other)
+            raise self._make_changed_error(other)
         self.accept()
+
+    def _make_changed_error(self, changed: list[str]) -> FxpartError:
+        shown = ", ".join(self.names.get(name, name) for name in changed[:_SHOWN])
+        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        return FxpartError(Problem(
+            "FXP113",
+            f"the module's {shown}{more}",
+            "the module was changed after the trainer was created; the trainer has its own weights "
+            "and does not see the change",
+            "modify trainer.state_dict() and pass it to trainer.load_state_dict(), or change the "
+            "module before program.trainer()",
+        ))  # fmt: skip
 
 
 def _is_sampled(tensor: torch.Tensor) -> bool:
@@ -173,16 +188,3 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     floats = one.dtype.is_floating_point or one.dtype.is_complex
     return floats and torch.allclose(one.detach(), other.detach(), 0.0, 0.0, equal_nan=True)
-
-
-def _make_changed_error(names: list[str]) -> FxpartError:
-    shown = ", ".join(names[:_SHOWN])
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return FxpartError(Problem(
-        "FXP113",
-        f"the module's {shown}{more}",
-        "the module was changed after the trainer was created; the trainer has its own weights and "
-        "does not see the change",
-        "modify trainer.state_dict() and pass it to trainer.load_state_dict(), or change the "
-        "module before program.trainer()",
-    ))  # fmt: skip

@@ -70,7 +70,7 @@ def detached() -> Script:
     return script(Straight())
 
 
-@behavior(AREA, "an input that is the same tensor twice", "one rank", "pipeline")
+@behavior(AREA, "an input given twice", "one rank", "pipeline")
 def shared_value() -> Script:
     class Twice(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Reverse(torch.autograd.Function):
 
 
 @behavior(
-    AREA, "a torch.autograd.Function with its own backward",
+    AREA, "a torch.autograd.Function",
     "microbatches", "pipeline", "replicas", "tensor",
 )  # fmt: skip
 def own_backward() -> Script:

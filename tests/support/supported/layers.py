@@ -19,6 +19,35 @@ def weight_norm() -> Script:
     return Script(model, batches(), F.mse_loss)
 
 
+@behavior(AREA, "spectral normalization", "microbatches", "pipeline", "replicas", "tensor")
+def spectral_norm() -> Script:
+    first, second = nn.Linear(4, 8), nn.Linear(8, 1)
+    model = nn.Sequential(
+        parametrizations.spectral_norm(first), nn.Tanh(), nn.utils.spectral_norm(second)
+    )
+    return Script(model, batches(), F.mse_loss)
+
+
+@behavior(
+    AREA, "a mask token, h[mask] = token",
+    "microbatches", "pipeline", "replicas", "tensor",
+)  # fmt: skip
+def mask_token() -> Script:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+            self.token = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            h = self.embed(x)
+            h[mask] = self.token
+            return self.head(torch.tanh(h))
+
+    rows = [(torch.randn(8, 5, 4), torch.rand(8, 5) < 0.4, torch.randn(8, 5, 1)) for _ in range(3)]
+    return Script(Masked(), rows, F.mse_loss)
+
+
 @behavior(AREA, "a GRU", "one rank", "pipeline", "tensor")
 def gru() -> Script:
     """The layer fixes the odd length, over which tensor ranks may still divide the mask."""

@@ -10,6 +10,8 @@ from supported.table import BEHAVIORS
 
 PAGE = Path(__file__).resolve().parents[3] / "fxpart" / "docs" / "supported.md"
 
+DIVIDED = {"microbatches", "pipeline", "replicas"}
+
 INTRODUCTION = """# Supported and refused programs
 
 Each row is a program that the tests train with fxpart and with plain PyTorch in one process.
@@ -23,6 +25,7 @@ refuses the program.
 | microbatches | the batch divided into 4 on one rank |
 | pipeline | 2 stages and 2 microbatches |
 | replicas | data parallelism over 2 ranks |
+| divided | microbatches, pipeline and replicas |
 | tensor | tensor parallelism over 2 ranks |
 """
 
@@ -30,6 +33,13 @@ refuses the program.
 def cell(outcome: str) -> str:
     """One outcome with the layouts that have it."""
     return "equal" if outcome == RIGHT else f"refused, {outcome}"
+
+
+def shorten(layouts: list[str]) -> list[str]:
+    """Layouts with the common name of those that divide the batch."""
+    if not DIVIDED <= set(layouts):
+        return layouts
+    return [name for name in layouts if name not in DIVIDED] + ["divided"]
 
 
 def row(entry: Behavior) -> str:
@@ -40,7 +50,9 @@ def row(entry: Behavior) -> str:
     if [*entry.outcome] == ["one rank"]:
         text = cell(entry.outcome["one rank"])
     else:
-        text = "; ".join(f"{cell(code)} ({', '.join(names)})" for code, names in layouts.items())
+        text = "; ".join(
+            f"{cell(code)} ({', '.join(shorten(names))})" for code, names in layouts.items()
+        )
     return f"| {entry.construct} | {text} | {entry.reason} |"
 
 

@@ -37,7 +37,11 @@ class Layer(nn.Module):
         self.register_buffer("peak", torch.zeros(8))
 
 
-@behavior(AREA, "a registered buffer written in place, once or several times", "one rank")
+# Each step writes what a whole batch would, however it is divided.
+EVERY = ("one rank", "microbatches", "pipeline", "replicas")
+
+
+@behavior(AREA, "a buffer written in place, once or repeatedly", *EVERY)
 def in_place() -> Script:
     class Peak(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +53,7 @@ def in_place() -> Script:
     return script(Peak())
 
 
-@behavior(AREA, "a registered buffer that forward assigns anew", "one rank")
+@behavior(AREA, "a buffer that forward assigns anew", *EVERY)
 def buffer_assigned() -> Script:
     class Decay(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -205,7 +209,7 @@ def counter_in_loss() -> Script:
     return Script(around(nn.Tanh()), batches(), loss)
 
 
-@behavior(AREA, "an integer buffer that counts calls and is read as a tensor", "one rank")
+@behavior(AREA, "an integer buffer that counts calls", *EVERY)
 def counter_buffer() -> Script:
     class Count(nn.Module):
         def __init__(self) -> None:
@@ -217,3 +221,47 @@ def counter_buffer() -> Script:
             return x / self.calls.float()
 
     return script(Count())
+
+
+@behavior(AREA, "buffers that count rows, and classes with torch.bincount(minlength=n)", *EVERY)
+def counted_rows() -> Script:
+    class Seen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(9, 8), nn.Linear(8, 1)
+            self.register_buffer("rows", torch.zeros((), dtype=torch.long))
+            self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+            self.register_buffer("seen", torch.zeros(9, dtype=torch.long))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            counts = torch.bincount(ids.flatten(), minlength=9)
+            self.rows += ids.shape[0]
+            self.place[0] = (self.place[0] + ids.shape[0]) % 12
+            self.seen += counts
+            x = (self.words(ids) / counts[ids].unsqueeze(-1)).sum(1)
+            return self.head(torch.tanh(x)) / (1 + self.place)
+
+    rows = [(torch.randint(9, (8, 5)), torch.randn(8, 1)) for _ in range(4)]
+    return Script(Seen(), rows, nn.functional.mse_loss)
+
+
+@behavior(
+    AREA, "a queue of earlier activations in a buffer",
+    "one rank", "replicas", microbatches="FXP114", pipeline="FXP114",
+    reason="a microbatch has a part of the activations",
+)  # fmt: skip
+def queue() -> Script:
+    class Queue(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("keys", torch.randn(12, 8))
+            self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            near = x @ self.keys.clone().T
+            with torch.no_grad():
+                self.keys[(self.at + torch.arange(x.shape[0])) % 12] = x.detach()
+                self.at[0] = (self.at[0] + x.shape[0]) % 12
+            return x + near.mean(1, keepdim=True)
+
+    return script(Queue())
