@@ -45,7 +45,7 @@ def _starts(figures: Mapping[str, Any]) -> Row:
 
 def _launcher_kills(figures: Mapping[str, Any]) -> Row:
     return (
-        "`kill -9` of the launcher, its shell, a rank, or all; synchronous, asynchronous, queues",
+        "`kill -9` of the launcher, its shell, a rank, or all",
         f"{figures['kills']} kills in {figures['runs']} runs; differences from the undisturbed"
         f" run: {len(figures['faults']) or 'none'}",
     )
