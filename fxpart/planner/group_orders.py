@@ -135,9 +135,9 @@ def _list_even_orders(
 
 
 def _list_groups(cluster: Cluster, left: Sequence[int], width: int) -> Iterator[tuple[int, ...]]:
-    """Yield groups of devices, hosts in any order: one after the other, or taking turns.
+    """Yield groups of devices, hosts in any order: one after the other, or round-robin.
 
-    Where hosts take turns, the ranks of an inner axis are on several hosts.
+    In round-robin order the ranks of an inner axis are on several hosts.
     """
     index = LinkIndex(cluster)
     named = any(index.group(device.name) == device.name for device in cluster.devices)
@@ -151,12 +151,12 @@ def _list_groups(cluster: Cluster, left: Sequence[int], width: int) -> Iterator[
         elif comb(len(left), width) <= _GROUPS:
             for group in combinations(ordered, width):
                 yield group
-                yield _take_turns(cluster, group)
+                yield _order_round_robin(cluster, group)
         else:
             yield from (tuple(ordered[k : k + width]) for k in range(len(left) - width + 1))
 
 
-def _take_turns(cluster: Cluster, group: tuple[int, ...]) -> tuple[int, ...]:
+def _order_round_robin(cluster: Cluster, group: tuple[int, ...]) -> tuple[int, ...]:
     """Return the devices with the first of each host first, then the second of each."""
     seen: Counter[str] = Counter()
     turns = []

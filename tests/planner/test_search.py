@@ -64,7 +64,7 @@ def test_pairs_avoid_the_slowest_link_where_devices_remain() -> None:
     assert any({4, 5} not in pairs and set().union(*pairs) == set(range(6)) for pairs in first)
 
 
-def test_hosts_take_turns_in_a_group_of_all_devices() -> None:
+def test_hosts_in_round_robin_order_in_a_group_of_all_devices() -> None:
     """Tensor ranks on both hosts, whose own links start slowly: in either order of the devices."""
     every = {"memory": 1 << 30, "flops": {"float32": 1e12}, "bandwidth": 1e11}
     devices = [
