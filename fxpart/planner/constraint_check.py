@@ -118,11 +118,6 @@ def _has_no_effect(plan: Plan, constraint: PlanConstraint) -> bool:
     return plan.sharding is None or max(stage.data_parallel for stage in plan.stages) == 1
 
 
-def _is_asynchronous_by_choice(plan: Plan, constraints: Constraints) -> bool:
-    """Return whether the planner, not the user, selected the asynchronous mode."""
-    return plan.schedule == ASYNC and mode_of(constraints) == "auto"
-
-
 def _find_wrong_value(found: set[str], constraint: PlanConstraint) -> str:
     """Return the value that violates the constraint, "" where none does."""
     if constraint.kind == "fix":
