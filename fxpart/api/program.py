@@ -346,7 +346,7 @@ def plan_program(
         found = answer.result
         check_plan(found.plan, front.request.constraints, front.blocks)
         program = Program(
-            replace(with_equivalence(found.plan, found_couplings), check=checked),
+            replace(with_equivalence(found.plan, front.graph, found_couplings), check=checked),
             request=answer.request,
             annotations=front.annotations,
             problem=found.problem,

@@ -33,8 +33,8 @@ def refuse_data_sizes(graph: fx.Graph, *, recorded: bool) -> None:
         place = source_line(node.meta.get("stack_trace")) or node.name
         why = f"the result of {node.target} has a size or value that depends on data"
         fix = (
-            "use fixed sizes: torch.where or a mask instead of indexing with a condition,  "
-            "nonzero, unique or .item()"
+            "use fixed sizes: torch.where or a mask instead of nonzero, unique or .item(); x[mask] "
+            "may be summed, averaged, passed to a loss, or assigned to y[mask]"
         )
         problems.setdefault(place, Problem("FXP108", place, why, fix))
     if problems:

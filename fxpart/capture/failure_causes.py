@@ -124,6 +124,8 @@ def _fix(code: str, place: SourceLine, text: str) -> str:
         return "remove labels from the example, and pass your own loss="
     if code == "FXP103" and re.search(r"\.item\(|\.tolist\(|int\(|float\(|bool\(", source):
         return "keep the value as a tensor: avoid .item(), .tolist(), int(), float() and bool()"
+    if code == "FXP103" and re.search(r"Eq\(u\d+, u\d+\)", text):
+        return "compute the mask once: rows that two masks select may differ in number"
     if code == "FXP103" and re.search(r"nonzero|unique|masked_select|\[.*[<>=]=?.*\]", source):
         return "use torch.where or a mask of fixed size instead of a data-dependent size"
     if code == "FXP103":

@@ -19,9 +19,11 @@ from torch.export.graph_signature import InputKind
 from fxpart.capture.data_dependent_sizes import refuse_data_sizes, refuse_transforms
 from fxpart.capture.forward_gradients import expand_gradients
 from fxpart.capture.model_tensors import ModelTensors
+from fxpart.capture.selected_rows import keep_all_rows
 from fxpart.capture.source_locations import annotate
 from fxpart.compat import detach_constant, unflatten_output
 from fxpart.compiler import LEVEL_KEY, Level
+from fxpart.compiler.node_annotation import REORDERED_KEY
 from fxpart.errors import error
 
 
@@ -87,6 +89,7 @@ def unlift(
         env[node].meta = dict(node.meta)
         detach_constant(node.meta.get("val"))
     refuse_transforms(source.graph)
+    reordered = keep_all_rows(source.graph)
     refuse_data_sizes(source.graph, recorded=False)
     outputs, kind = _copy_body(exported, graph, env, root)
     regions = [
@@ -98,6 +101,7 @@ def unlift(
     expand_gradients(graph, [m for m in regions if isinstance(m, fx.GraphModule)])
     module = fx.GraphModule(root, graph, class_name="Captured")
     module.meta[LEVEL_KEY] = Level.CAPTURED
+    module.meta[REORDERED_KEY] = reordered
     annotate(module, loss_prefix)
     return UnliftedGraph(module, placeholders, outputs, constants, kind)
 

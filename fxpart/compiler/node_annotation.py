@@ -26,6 +26,7 @@ class Level(IntEnum):
 KEY = "fxpart"
 LEVEL_KEY = "fxpart_level"
 BLOCKS_KEY = "fxpart_blocks"
+REORDERED_KEY = "fxpart_reordered"  # source lines whose sums capture put in another order
 NO_CUT_KEY = "fxpart_no_cut"
 RNG_KEY = "rng_key"
 MESH_KEY = "fxpart_mesh"  # a graph with shardings: its Mesh

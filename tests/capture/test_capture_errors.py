@@ -34,7 +34,7 @@ class Item(Branch):
 class Nonzero(Branch):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.lin(x)
-        chosen = y[y.sum(-1) > 0]  # the line
+        chosen = (y.sum(-1) > 0).nonzero()  # the line
         return y + chosen.sum()
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from fxpart.codegen.mesh_programs.microbatch_graph import batch_dims
 from fxpart.compiler import PassManager
+from fxpart.compiler.node_annotation import REORDERED_KEY
 from fxpart.errors import FxpartError, Problem
 from fxpart.passes import PREPARE, all_passes
 from fxpart.passes.objective import LARGER_KEY, NUMBERS_KEY, RowDependence, analyze, coupling_of
@@ -91,10 +92,11 @@ def resolve_microbatches(
     return 1
 
 
-def with_equivalence(plan: Plan, found: Sequence[RowDependence]) -> Plan:
+def with_equivalence(plan: Plan, graph: fx.GraphModule, found: Sequence[RowDependence]) -> Plan:
     """Return the plan with its promised equivalence to single-process training.
 
-    found: the couplings between rows. Warn (FXP114) if the objective is computed per microbatch.
+    found: the couplings between rows of the graph. Warn (FXP114) if the objective is computed per
+    microbatch.
     """
     if not SCHEDULES[plan.schedule].flushes or any(plan.staleness):
         return plan
@@ -106,9 +108,15 @@ def with_equivalence(plan: Plan, found: Sequence[RowDependence]) -> Plan:
             stacklevel=2,
         )
         return replace(plan, equivalence=Equivalence(promise="per microbatch", reasons=reasons))
-    reasons = tuple(_rounding(plan))
+    reasons = (*_rounding(plan), *_reordered(graph))
     promise = Equivalence(promise="rounding" if reasons else "bitwise", reasons=reasons)
     return replace(plan, equivalence=promise)
+
+
+def _reordered(graph: fx.GraphModule) -> list[str]:
+    """Return the sums that capture computes in another order than the module."""
+    lines = graph.meta.get(REORDERED_KEY, ())
+    return [f"rows that a mask selects are computed with all rows ({line})" for line in lines]
 
 
 def _rounding(plan: Plan) -> list[str]:
