@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch.export import Dim, ExportedProgram, export
 
+from fxpart.capture.equal_masks import EqualMasks
 from fxpart.capture.failure_causes import problem_of
 from fxpart.capture.forward_gradients import gradients_recorded
 from fxpart.capture.model_with_loss import ModelWithLoss
@@ -81,7 +82,8 @@ def run_export(
     """
     shapes = _shapes(tensors, batch_dims, way) if way.symbolic else None
     gradients = nullcontext() if way.strict else gradients_recorded()
-    with python.unchanged(), deferred_code(), grad_modes_kept(), gradients:
+    masks = nullcontext() if way.strict else EqualMasks()
+    with python.unchanged(), deferred_code(), grad_modes_kept(), gradients, masks:
         return export(whole, (tuple(tensors),), dynamic_shapes=shapes, strict=way.strict)
 
 

@@ -96,3 +96,14 @@ def unflatten_output(exported: torch.export.ExportedProgram, leaves: list[Any]) 
     from torch.utils._pytree import tree_unflatten
 
     return tree_unflatten(leaves, exported.call_spec.out_spec)
+
+
+def share_number_of_rows(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give a fake mask the number of True values that another one has, if that has one.
+
+    Uses ``FakeTensor.nonzero_memo``, which has no public name; without it masks keep numbers of
+    their own.
+    """
+    number = getattr(source, "nonzero_memo", None)
+    if number is not None and target is not source and hasattr(target, "nonzero_memo"):
+        target.nonzero_memo = number

@@ -11,6 +11,8 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules import transformer
 
 import fxpart
@@ -50,6 +52,18 @@ def test_sizes_and_unbacked_symbols() -> None:
     assert isinstance(compat.symbol_names(rows), str) and compat.size_hint(rows) == 4
     assert compat.symbol_names(2) == 2 and compat.size_hint(2) == 2
     assert compat.unflatten_output(exported, ["a", "b"]) == ("a", "b")
+
+
+def test_number_of_rows_of_fake_masks() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    real = torch.ones(3, dtype=torch.bool)
+    compat.share_number_of_rows(real, real.clone())
+    one, early, late = (mode.from_tensor(real.clone()) for _ in range(3))
+    with mode:
+        compat.share_number_of_rows(one, early)
+        rows = one.nonzero().shape[0]
+        compat.share_number_of_rows(one, late)
+        assert str(late.nonzero().shape[0]) == str(rows) != str(early.nonzero().shape[0])
 
 
 def test_mask_detection() -> None:
