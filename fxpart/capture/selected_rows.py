@@ -119,7 +119,10 @@ class _SelectionRewriter(RowRules):
         return self._select(argument(node, "self"), self._one_mask(argument(node, "indices")))
 
     def _masked_select(self, node: fx.Node) -> Any:
-        return self._select(argument(node, "self"), argument(node, "mask"))
+        source, mask = argument(node, "self"), argument(node, "mask")
+        if value(source).dim() != value(mask).dim():
+            raise NoRuleError  # it broadcasts the mask over the first dims
+        return self._select(source, mask)
 
     def _one_mask(self, places: Sequence[Any]) -> fx.Node | None:
         """Return the mask of an index, given as itself or as the indices of its True values."""

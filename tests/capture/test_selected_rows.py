@@ -137,6 +137,7 @@ BODIES: dict[str, Body] = {
     "unequal_masks": lambda n, h, m, y, t: unequal_masks(h, y),
 }
 REFUSED: dict[str, Body] = {
+    "broadcast_mask": lambda n, h, m, y, t: torch.masked_select(h[0, :, :4], m[0]).sum(),
     "median": lambda n, h, m, y, t: h[m].median(),
     "other_mask": lambda n, h, m, y, t: (
         h[m].sum(-1) + (h[y >= 1].sum(-1) > 9).sum() * h[m & (m == m)].sum(-1)
@@ -146,7 +147,7 @@ REFUSED: dict[str, Body] = {
     "dropped": lambda n, h, m, y, t: functional.dropout(h[m], 0.5).mean(),
     "deviation": lambda n, h, m, y, t: h[m].std(),
 }
-LONG = ("sorted", "product_of_rows", "deviation", "other_mask")
+LONG = ("broadcast_mask", "sorted", "product_of_rows", "deviation", "other_mask")
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
