@@ -104,7 +104,9 @@ class PlannedModule:
     def clip_gradients(self, norm: float | None = None, value: float | None = None) -> None:
         """Clip the gradients of the next updates by their norm or value; None does not clip."""
         if self.trainer is not None:
-            self.trainer.options = replace(self.trainer.options, clip_norm=norm, clip_value=value)
+            self.trainer.parts.options = replace(
+                self.trainer.options, clip_norm=norm, clip_value=value
+            )
 
     def write_weights(self, *, first_only: bool = False, trainable_only: bool = False) -> None:
         """Write the trained weights into the module; collective.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from fxpart.errors import error
-from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource, check_repetition
+from fxpart.program.spec import ProgramSpec
+from fxpart.runtime.batch.batch_agreement import BatchAgreement, BatchSource
 from fxpart.runtime.batch.batch_iterator import call_user_function, iterate_batches
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.batch.mesh_rank_batch import get_dim_multiple, get_global_inputs
@@ -26,14 +29,51 @@ from fxpart.runtime.generation import (
     choose_tokens,
     select_logits,
 )
+from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.metrics import Metric, MetricTally
 from fxpart.runtime.monitor.tensor_statistics import TensorStatistics, join_rows
-from fxpart.runtime.stateful_trainer import StatefulTrainer
+from fxpart.runtime.trainer_base import TrainerBase
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
 
+Prediction = Callable[[bool], tuple[Sequence[MeshRank], Outputs]]
+Evaluation = Callable[[], tuple[ProgramSpec, Mapping[int, nn.Module]] | Sequence[MeshRank]]
 
-class Inference(StatefulTrainer):
-    """Calls without gradients; every rank must make each call."""
+
+@dataclass(frozen=True)
+class ForwardProgram:
+    """A program that runs forwards only, with the outputs that it returns."""
+
+    source: BatchSource
+    engine: PipelineEngine
+    outputs: Outputs
+
+
+class Inference(TrainerBase):
+    """Calls without gradients; every rank must make each call.
+
+    activation_stages: returns the mesh ranks and outputs of ``activation_statistics``.
+    """
+
+    activation_stages: Callable[[], tuple[Sequence[MeshRank], Outputs]] | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        evaluation: Evaluation | None = None,
+        prediction: Prediction | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """evaluation: returns the program and modules (or mesh ranks) of ``eval_step``.
+
+        It is called by the first ``eval_step``; the program shares the state of the trainer's
+        stages. prediction: returns the mesh ranks and outputs of ``predict``; its argument is
+        whether to compute the loss, too. Others: see
+        :class:`~fxpart.runtime.trainer_base.TrainerBase`.
+        """
+        super().__init__(*args, **kwargs)
+        self._evaluation, self._prediction = evaluation, prediction
+        self._programs: dict[str, ForwardProgram] = {}
+        self._program_ranks = self.parts.ranks
 
     def eval_step(self, batch: Any, *, local: bool = False) -> torch.Tensor:
         """Return the loss of a batch in evaluation mode, equal on every rank."""
@@ -85,10 +125,10 @@ class Inference(StatefulTrainer):
         """
         self.pipeline.settle()
         tally = MetricTally(dict(metrics or {}))
-        first = 0 in self._transport.local
+        first = 0 in self.transport.local
         if first:
-            call_user_function(self._transport, "a metric", tally.reset)
-        for batch in iterate_batches(self._transport, batches):
+            call_user_function(self.transport, "a metric", tally.reset)
+        for batch in iterate_batches(self.transport, batches):
             if not metrics:
                 loss, rows = self._eval_loss(batch, local)
                 tally.add_loss(loss, rows)
@@ -101,7 +141,7 @@ class Inference(StatefulTrainer):
             tally.rows += 0 if result.loss is not None else rows
             if first:
                 call_user_function(
-                    self._transport, "a metric", partial(tally.add, found, batch, rows)
+                    self.transport, "a metric", partial(tally.add, found, batch, rows)
                 )
         return self._share_values(tally, first)
 
@@ -131,19 +171,18 @@ class Inference(StatefulTrainer):
             made = TokenSequences(prompts, run.eos_token_id)
             return (run, made), f"{run.describe()} {sha256(str(made.rows).encode()).hexdigest()}"
 
-        run, sequences = agree(self._transport, "the arguments of generate", begin)
-        source, engine, outputs = self._predictor(False)
-        names = {value.name for stage in engine.spec.stages for value in stage.inputs}
-        inputs = TokenInputs(
-            get_global_inputs(engine.spec), names, run, get_dim_multiple(engine.spec, 1)
-        )
+        run, sequences = agree(self.transport, "the arguments of generate", begin)
+        program = self._get_program("predict")
+        spec = program.engine.spec
+        names = {value.name for stage in spec.stages for value in stage.inputs}
+        inputs = TokenInputs(get_global_inputs(spec), names, run, get_dim_multiple(spec, 1))
         inputs.check(max(sequences.lengths) + run.max_new_tokens)
-        dims = {v.name: len(v.shape) for stage in engine.spec.stages for v in stage.outputs}
-        wanted = Outputs((select_logits(outputs.specs, dims, run.logits),))
+        dims = {v.name: len(v.shape) for stage in spec.stages for v in stage.outputs}
+        wanted = Outputs((select_logits(program.outputs.specs, dims, run.logits),))
         draw = torch.Generator().manual_seed(run.seed)
         for _ in range(run.max_new_tokens):
             batch = inputs.build(sequences)
-            read, result = self._run_forward(source, engine, batch, "generation")
+            read, result = self._run_forward(program, batch, "generation")
             positions = sequences.positions
             first, count = min(positions), max(positions) - min(positions) + 1
             found = self._gather_whole_outputs(
@@ -167,9 +206,9 @@ class Inference(StatefulTrainer):
         model that takes one batch size only.
         """
         self.pipeline.settle()
-        source, engine, outputs = self._activation_predictor()
-        read, result = self._run_forward(source, engine, batch, "activation statistics", local)
-        found = self._gather_whole_outputs(read.cut, result, outputs, first_only=False)
+        program = self._get_program("activation_statistics")
+        read, result = self._run_forward(program, batch, "activation statistics", local)
+        found = self._gather_whole_outputs(read.cut, result, program.outputs, first_only=False)
         assert found is not None
         return {name: join_rows(rows.cpu()) for name, rows in found.items()}
 
@@ -191,46 +230,68 @@ class Inference(StatefulTrainer):
             at = torch.tensor(positions) - min(positions)
             return choose_tokens(logits.cpu()[rows, at], run, draw), ""
 
-        chosen = agree(self._transport, "the next tokens", choose)
-        with convert_transport_errors(self._transport, "sharing tokens"):
-            raws = self._transport.exchange_bytes(msgspec.json.encode(chosen))
+        chosen = agree(self.transport, "the next tokens", choose)
+        with convert_transport_errors(self.transport, "sharing tokens"):
+            raws = self.transport.exchange_bytes(msgspec.json.encode(chosen))
         return msgspec.json.decode(raws[0], type=list[int])
 
+    def _get_program(self, call: str) -> ForwardProgram:
+        """Return the program of a call, built for the first one; FXP109 if there is none."""
+        if self._program_ranks is not self.parts.ranks:  # Other ranks have replaced lost ones.
+            self._programs, self._program_ranks = {}, self.parts.ranks
+        if call not in self._programs:
+            mesh_ranks, outputs = self._build_program(call)
+            if self.parts.meshes is not None:
+                for mesh_rank in mesh_ranks:
+                    self.parts.meshes.attach(mesh_rank.index, mesh_rank.modules)
+            source = self.parts.make_source(mesh_ranks)
+            engine = self.parts.make_engine(mesh_ranks, "forward")
+            self._programs[call] = ForwardProgram(source, engine, outputs)
+        return self._programs[call]
+
+    def _build_program(self, call: str) -> tuple[Sequence[MeshRank], Outputs]:
+        if call == "eval_step" and self._evaluation is not None:
+            made = self._evaluation()
+            return [MeshRank(0, *made)] if isinstance(made, tuple) else made, Outputs(())
+        if call == "activation_statistics" and self.activation_stages is not None:
+            return self.activation_stages()
+        if call in ("predict", "predict_with_loss") and self._prediction is not None:
+            return self._prediction(call == "predict_with_loss")
+        raise error(
+            "FXP109", where=call, why="the trainer has no evaluation program",
+            fix="use a trainer of the model itself; one of an exported program cannot evaluate",
+        )  # fmt: skip
+
     def _eval_loss(self, batch: Any, local: bool) -> tuple[torch.Tensor, int]:
-        source, engine = self._evaluator()
-        read = self._read(source, batch, "evaluation", local)
-
-        def run(cut: MicrobatchSplit) -> torch.Tensor:
-            cuts, keys = source.feed.parts(cut), self._keys(cut)
-            loss = engine.run(cuts, keys, train=False, gate=read.confirm).loss
-            if loss is None:
-                fix = "pass loss= to compile()"
-                raise error("FXP106", where="eval_step", why="the program has no loss", fix=fix)
-            return loss
-
-        check_repetition(self._transport, source, read)
-        return run(read.cut), sum(read.cut.rows)
+        program = self._get_program("eval_step")
+        read, result = self._run_forward(program, batch, "evaluation", local, keep_outputs=False)
+        if result.loss is None:
+            fix = "pass loss= to compile()"
+            raise error("FXP106", where="eval_step", why="the program has no loss", fix=fix)
+        return result.loss, sum(read.cut.rows)
 
     def _outputs(
         self, batch: Any, local: bool, *, loss: bool
     ) -> tuple[BatchAgreement, PipelineResult, Outputs]:
-        source, engine, outputs = self._predictor(loss)
+        program = self._get_program("predict_with_loss" if loss else "predict")
         mode = "evaluation" if loss else "prediction"
-        return *self._run_forward(source, engine, batch, mode, local), outputs
+        return *self._run_forward(program, batch, mode, local), program.outputs
 
     def _run_forward(
         self,
-        source: BatchSource,
-        engine: PipelineEngine,
+        program: ForwardProgram,
         batch: Any,
         mode: str,
         local: bool = False,
+        *,
+        keep_outputs: bool = True,
     ) -> tuple[BatchAgreement, PipelineResult]:
-        """Run a forward that keeps the outputs; mode: describes it to the other ranks."""
-        read = self._read(source, batch, mode, local)
-        check_repetition(self._transport, source, read)
-        cuts, keys = source.feed.parts(read.cut), self._keys(read.cut)
-        result = engine.run(cuts, keys, train=False, gate=read.confirm, keep_outputs=True)
+        """Run a forward; mode: describes it to the other ranks."""
+        read = self.agreement.read_checked(program.source, batch, mode, local)
+        result = program.engine.run(
+            program.source.feed.parts(read.cut), self.parts.keys(read.cut), train=False,
+            gate=read.confirm, keep_outputs=keep_outputs,
+        )  # fmt: skip
         return read, result
 
     def _gather_whole_outputs(
@@ -246,7 +307,7 @@ class Inference(StatefulTrainer):
 
         reduce: called on what each process has of an output, before it is sent.
         """
-        device = self._devices[self._transport.local[0]]
+        device = self.parts.first_device
         dims = {spec.value: spec.dim for spec in outputs.specs}
         parts = {
             name: {
@@ -259,7 +320,7 @@ class Inference(StatefulTrainer):
             if name in dims
         }
         return gather_outputs(
-            self._transport, outputs, parts, cut.rows, device, first_only=first_only
+            self.transport, outputs, parts, cut.rows, device, first_only=first_only
         )
 
     def _build_outputs(
@@ -278,10 +339,10 @@ class Inference(StatefulTrainer):
             return found
         numbers: dict[str, float] = {}
         if first:
-            numbers = call_user_function(self._transport, "a metric", tally.numbers)
-        self._agree_on_call("metrics")
-        with convert_transport_errors(self._transport, "sharing metrics"):
+            numbers = call_user_function(self.transport, "a metric", tally.numbers)
+        self.agreement.agree("metrics")
+        with convert_transport_errors(self.transport, "sharing metrics"):
             texts = {name: number.hex() for name, number in numbers.items()}  # JSON has no NaN.
-            raws = self._transport.exchange_bytes(msgspec.json.encode(texts))
+            raws = self.transport.exchange_bytes(msgspec.json.encode(texts))
         shared = msgspec.json.decode(raws[0], type=dict[str, str])
         return {**found, **{name: float.fromhex(text) for name, text in shared.items()}}

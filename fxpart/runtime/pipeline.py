@@ -47,14 +47,15 @@ class Pipeline(ABC):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """trainer: all its other parts are complete."""
+        """trainer: all its other parts are complete; it shows the results of each minibatch."""
         self._trainer = trainer
-        self.spec, self.events = trainer.spec, trainer.events
-        self._transport, self._local, self._meshes = (
-            trainer._transport, trainer._local, trainer._meshes
-        )  # fmt: skip
-        self._state, self._shards = trainer._state, trainer._shards
-        self._feed, self._source = trainer._feed, trainer._source
+        self._parts, self._optimizers = trainer.parts, trainer.optimizers
+        self._agreement = trainer.agreement
+        if self._optimizers.facade is not None:
+            self._optimizers.facade.attach(self)
+        self.spec, self.events = self._parts.spec, self._parts.events
+        self._transport, self._local = self._parts.transport, self._parts.local
+        self._feed = self._parts.source.feed
         self.losses: deque[tuple[int, torch.Tensor]] = deque()
         self.update_options: UpdateOptions | None = None
         self.listeners: list[Callable[[str], object]] = []

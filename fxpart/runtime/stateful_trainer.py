@@ -54,27 +54,25 @@ class StatefulTrainer(TrainerBase):
         self.pipeline.settle()
         if self._has_whole_model and not first_only and not sharded:
             return self._note_returned(self._own_state_dict(trainable_only))
-        self._agree_on_call(f"state_dict {first_only} {sharded} {trainable_only}")
-        wanted = {n: e for n, e in self._state.saved() if e.trainable or not trainable_only}
+        self.agreement.agree(f"state_dict {first_only} {sharded} {trainable_only}")
+        wanted = {n: e for n, e in self.parts.state.saved() if e.trainable or not trainable_only}
         found: dict[str, torch.Tensor]
         if sharded:
-            found = {n: t for n, t in self._sharded_state.give().items() if n in wanted}
+            found = {n: t for n, t in self.parts.sharded_state.give().items() if n in wanted}
         else:
             own = {name: entry.owned() for name, entry in wanted.items()}
-            with convert_transport_errors(self._transport, "gathering state"):
-                found = self._state.gather(own, first_only=first_only)
-        if sharded or not first_only or 0 in self._transport.local:
-            if not trainable_only:
-                found.update({name: t.detach().clone() for name, t in self._unused.items()})
-            found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
+            with convert_transport_errors(self.transport, "gathering state"):
+                found = self.parts.state.gather(own, first_only=first_only)
+        if sharded or not first_only or 0 in self.transport.local:
+            self._add_unused_and_aliases(found, unused=not trainable_only)
         return self._note_returned(found)
 
     def _note_returned(self, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the state, and record it for the module watch, as it may be loaded into the
         module. Leave out names that the model does not have.
         """
-        if self.watch is not None:
-            self.watch.note_returned(found)
+        if self.agreement.watch is not None:
+            self.agreement.watch.note_returned(found)
         return {self._original_names.get(name, name): t for name, t in found.items()}
 
     @cached_property
@@ -85,15 +83,15 @@ class StatefulTrainer(TrainerBase):
     @cached_property
     def _has_whole_model(self) -> bool:
         """Whether every rank has all parameters and buffers whole and current between two calls."""
-        every = set(range(self._transport.ranks))
+        every = set(range(self.transport.ranks))
         sharding = self.spec.sharding
         return (
             not self.is_asynchronous
             and (sharding is None or not sharding.zero)
             and all(
                 len(entry.pieces.sources) == 1
-                and {rank for stage in entry.stages for rank in self._ranks[stage]} == every
-                for _, entry in self._state.saved()
+                and {rank for stage in entry.stages for rank in self.parts.ranks[stage]} == every
+                for _, entry in self.parts.state.saved()
             )
         )
 
@@ -105,13 +103,45 @@ class StatefulTrainer(TrainerBase):
         """Return copies of this rank's state, which is the whole model."""
         found = {
             name: next(iter(entry.copies.values())).detach().clone().contiguous()
-            for name, entry in self._state.saved()
+            for name, entry in self.parts.state.saved()
             if entry.trainable or not trainable_only
         }
-        if not trainable_only:
-            found.update({name: t.detach().clone() for name, t in self._unused.items()})
-        found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
+        self._add_unused_and_aliases(found, unused=not trainable_only)
         return found
+
+    def _add_unused_and_aliases(self, found: dict[str, torch.Tensor], *, unused: bool) -> None:
+        """Add state that no stage needs, and the other names of tied parameters."""
+        if unused:
+            found.update({name: t.detach().clone() for name, t in self.parts.unused.items()})
+        found.update({a: found[m] for a, m in self.spec.aliases.items() if m in found})
+
+    def ema_state_dict(self, *, first_only: bool = False) -> dict[str, torch.Tensor]:
+        """Return the moving average of the weights (``ema=``) by original name, and all buffers.
+
+        Frozen parameters and buffers are the present ones. Each rank averages its own parts, and
+        only this call gathers them; every rank must make it. first_only: only rank 0 receives
+        them, others an empty dict. FXP109 without ``ema=``.
+        """
+        average = self.average
+        if average is None:
+            raise error(
+                "FXP109",
+                where="ema_state_dict()",
+                why="the trainer was created without a moving average of the weights",
+                fix="pass its decay: program.trainer(..., ema=0.999)",
+            )
+        self.pipeline.settle()
+        self.agreement.agree(f"ema_state_dict {first_only}")
+        saved = dict(self.parts.state.saved())
+        fixed = {name: entry.owned() for name, entry in saved.items() if not entry.trainable}
+        with convert_transport_errors(self.transport, "gathering state"):
+            found = self.parts.state.gather(fixed, first_only=first_only)
+            found |= average.gather(first_only=first_only)
+        if first_only and 0 not in self.transport.local:
+            return {}
+        ordered = {name: found[name] for name in saved}
+        self._add_unused_and_aliases(ordered, unused=True)
+        return {self._original_names.get(name, name): t for name, t in ordered.items()}
 
     def save_pretrained(
         self, directory: str | Path, *, shard_bytes: int = 5_000_000_000
@@ -126,20 +156,15 @@ class StatefulTrainer(TrainerBase):
         it cannot be written.
         """
         self.pipeline.settle()
-        self._agree_on_call("save_pretrained")
+        self.agreement.agree("save_pretrained")
         return save_pretrained(
-            self._state,
-            self._unused,
+            self.parts.state,
+            self.parts.unused,
             directory,
             names=self._original_names,
             config=self.model_config,
             shard_bytes=shard_bytes,
         )
-
-    def settle(self) -> None:
-        """Finish minibatches in flight, before the whole model is read; collective."""
-        self.pipeline.settle()
-        self._apply_user_changes()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Load parameters and buffers by original name; FXP110 on every rank if they do not match.
@@ -150,25 +175,28 @@ class StatefulTrainer(TrainerBase):
         """
         self.pipeline.settle()
         state = {plain_name(name): tensor for name, tensor in state.items()}
-        unused = {*self._unused, *(a for a, m in self.spec.aliases.items() if m in self._unused)}
+        unused = {
+            *self.parts.unused,
+            *(a for a, m in self.spec.aliases.items() if m in self.parts.unused),
+        }
         inner = {n: t for n, t in state.items() if n not in unused}
         text = "parts" if has_dtensors(inner) else " ".join(sorted(state))
 
         def load() -> tuple[list[tuple[torch.Tensor, torch.Tensor]], str]:
-            found = self._state.find_unused(self._unused, state, strict=strict)
-            self._state.load(inner, strict=strict)
+            found = self.parts.state.find_unused(self.parts.unused, state, strict=strict)
+            self.parts.state.load(inner, strict=strict)
             return found, text
 
-        for tensor, given in agree(self._transport, "the state dict", load):
+        for tensor, given in agree(self.transport, "the state dict", load):
             tensor.copy_(given)
-        self._note_written()
-        if self.watch is not None:
-            self.watch.accept()
-        self._note_loaded()
+        self.parts.note_written()
+        if self.agreement.watch is not None:
+            self.agreement.watch.accept()
+        self.note_loaded()
 
-    def _note_loaded(self) -> None:
+    def note_loaded(self) -> None:
         """Renew copies of the state after a load."""
-        self.divisors.renew()
+        self.parts.divisors.renew()
         if self.reload_unused is not None:
             self.reload_unused()
 
@@ -183,7 +211,7 @@ class StatefulTrainer(TrainerBase):
         """
         assert self.optimizer is not None, "there is no optimizer"
         self.pipeline.settle()
-        user = self._user_optimizer
+        user = self.optimizers.user
         if numbered and user is None:
             raise error(
                 "FXP109",
@@ -192,8 +220,8 @@ class StatefulTrainer(TrainerBase):
                 "have no numbers",
                 fix="leave out numbered=, or pass an instance to program.trainer()",
             )
-        self._agree_on_call(f"optimizer_state_dict {first_only}")
-        with convert_transport_errors(self._transport, "gathering optimizer state"):
+        self.agreement.agree(f"optimizer_state_dict {first_only}")
+        with convert_transport_errors(self.transport, "gathering optimizer state"):
             found = self._gather_optimizer_state(first_only)
         if numbered and user is not None and found:
             return user.number_state(found, self.spec.aliases)
@@ -201,8 +229,10 @@ class StatefulTrainer(TrainerBase):
 
     def _gather_optimizer_state(self, first_only: bool) -> dict[str, Any]:
         """Return the optimizer state of all ranks by original parameter name."""
-        optimizers = merge_optimizers(self.optimizers)
-        return gather_optimizer_state(self._state, self._shards, optimizers, first_only=first_only)
+        optimizers = merge_optimizers(self.optimizers.by_place)
+        return gather_optimizer_state(
+            self.parts.state, self.parts.shards, optimizers, first_only=first_only
+        )
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`optimizer_state_dict`, also of another number of ranks."""
@@ -212,12 +242,14 @@ class StatefulTrainer(TrainerBase):
 
         def plan() -> tuple[list[Callable[[], None]], str]:
             found = [
-                plan_state_load(self._state, self._shards, each, state, self._groups)
-                for each in self.optimizers.values()
+                plan_state_load(
+                    self.parts.state, self.parts.shards, each, state, self.optimizers.groups
+                )
+                for each in self.optimizers.by_place.values()
             ]
             return found, " ".join(sorted(state["state"]))
 
-        for load in agree(self._transport, "the optimizer state", plan):
+        for load in agree(self.transport, "the optimizer state", plan):
             load()
         self.pipeline.reload_options()
 
@@ -234,25 +266,17 @@ class StatefulTrainer(TrainerBase):
                 why="each stage clears its gradients after its own update",
                 fix="use a synchronous trainer",
             )  # fmt: skip
-        self._agree_on_call("gradients")
+        self.agreement.agree("gradients")
+        is_reduced = self.parts.accumulation.is_reduced
         whole = (
             nullcontext()
-            if self._stale
-            else reduce_gradients_temporarily(self._state, self._shards)
+            if is_reduced
+            else reduce_gradients_temporarily(self.parts.state, self.parts.shards)
         )
-        with convert_transport_errors(self._transport, "gathering gradients"), whole:
-            rows = {} if self._stale else self._shards.rows.sums()
-            own = self._run_on_mesh_ranks(
-                partial(self._shards.current, summed=self._stale, rows=rows)
+        with convert_transport_errors(self.transport, "gathering gradients"), whole:
+            rows = {} if is_reduced else self.parts.shards.rows.sums()
+            own = self.parts.run_on_mesh_ranks(
+                partial(self.parts.shards.current, summed=is_reduced, rows=rows)
             )
-            found = gather_gradients(self._state, self._shards, own)
+            found = gather_gradients(self.parts.state, self.parts.shards, own)
         return {self._original_names.get(name, name): value for name, value in found.items()}
-
-    def _agree_on_call(self, call: str) -> None:
-        """Check that every rank makes the same call, or raise an error on all ranks."""
-        agree(
-            self._transport, "the trainer call",
-            lambda: (True, f"{call}{self._apply_user_changes()}"),
-        )  # fmt: skip
-        if self.optimizer is not None:
-            self.optimizer.changed = ""

@@ -10,7 +10,6 @@ from typing import Any, Self
 import torch
 
 from fxpart.checkpoint.signature import KeySource
-from fxpart.errors import error
 from fxpart.runtime.asynchronous.pipeline import AsyncPipeline
 from fxpart.runtime.asynchronous.stage_report import StageReport
 from fxpart.runtime.entry_point import announce_call, is_known_to_all_ranks
@@ -21,11 +20,11 @@ from fxpart.runtime.flushed_pipeline import FlushedPipeline
 from fxpart.runtime.inference import Inference
 from fxpart.runtime.monitor.recorder import Recorder
 from fxpart.runtime.monitor.tensor_statistics import TensorStatistics
-from fxpart.runtime.optimizer.weight_average import WeightAverage
 from fxpart.runtime.pipeline import Pipeline
 from fxpart.runtime.queues.pipeline import QueuePipeline
+from fxpart.runtime.stateful_trainer import StatefulTrainer
 from fxpart.runtime.trainer_options import Kind, check_accumulate
-from fxpart.runtime.transport.agreement import agree, convert_transport_errors
+from fxpart.runtime.transport.agreement import agree
 from fxpart.schedule.weight_modes import WeightMode
 
 _PIPELINES: dict[Kind, type[Pipeline]] = {
@@ -35,7 +34,7 @@ _PIPELINES: dict[Kind, type[Pipeline]] = {
 }
 
 
-class Trainer(Inference):
+class Trainer(Inference, StatefulTrainer):
     """Trains a program's stages; every rank creates one and passes the same global batches.
 
     The pipeline is flushed at every update, with the results of single-process training; or, by
@@ -55,7 +54,7 @@ class Trainer(Inference):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Arguments: see :class:`~fxpart.runtime.trainer_base.TrainerBase`."""
+        """Arguments: see its base classes."""
         super().__init__(*args, **kwargs)
         self.last_rows = 0
         self.last_weight = 1.0
@@ -66,9 +65,6 @@ class Trainer(Inference):
         self.last_loss: torch.Tensor = torch.zeros(())
         self.accepts_update: Callable[[], bool] | None = None
         self.step_total: float | None = None
-        self.average: WeightAverage | None = None
-        if self.options.ema is not None:
-            self.average = WeightAverage(self._state, self._shards, self.options.ema)
         self.pipeline = _PIPELINES[self.kind](self)
 
     # -- training -------------------------------------------------------------------------------
@@ -131,17 +127,9 @@ class Trainer(Inference):
         """
         self.pipeline.update(total=total)
 
-    def step_by_hand(self) -> None:
-        """Update for ``optimizer.step()``; FXP115 if the gradients were already used."""
-        self.pipeline.step_by_hand()
-
     def zero_grad(self) -> None:
         """Clear all gradients."""
         self.pipeline.zero_grad()
-
-    def touch(self) -> None:
-        """Note that parameters are accessed through the optimizer; FXP115 in flight."""
-        self.pipeline.touch()
 
     @property
     def updates(self) -> int:
@@ -175,35 +163,6 @@ class Trainer(Inference):
         rank must call it.
         """
         return self.pipeline.report()
-
-    def ema_state_dict(self, *, first_only: bool = False) -> dict[str, torch.Tensor]:
-        """Return the moving average of the weights (``ema=``) by original name, and all buffers.
-
-        Frozen parameters and buffers are the present ones. Each rank averages its own parts, and
-        only this call gathers them; every rank must make it. first_only: only rank 0 receives
-        them, others an empty dict. FXP109 without ``ema=``.
-        """
-        average = self.average
-        if average is None:
-            raise error(
-                "FXP109",
-                where="ema_state_dict()",
-                why="the trainer was created without a moving average of the weights",
-                fix="pass its decay: program.trainer(..., ema=0.999)",
-            )
-        self.pipeline.settle()
-        self._agree_on_call(f"ema_state_dict {first_only}")
-        saved = dict(self._state.saved())
-        fixed = {name: entry.owned() for name, entry in saved.items() if not entry.trainable}
-        with convert_transport_errors(self._transport, "gathering state"):
-            found = self._state.gather(fixed, first_only=first_only)
-            found |= average.gather(first_only=first_only)
-        if first_only and 0 not in self._transport.local:
-            return {}
-        ordered = {name: found[name] for name in saved}
-        ordered.update({name: tensor.detach().clone() for name, tensor in self._unused.items()})
-        ordered.update({a: ordered[m] for a, m in self.spec.aliases.items() if m in ordered})
-        return {self._original_names.get(name, name): t for name, t in ordered.items()}
 
     def save_checkpoint(
         self,
@@ -272,7 +231,7 @@ class Trainer(Inference):
                 given.check_unflushed(skips=skips)
             return given, given.describe()
 
-        given = agree(self._transport, "the arguments of fit", check)
+        given = agree(self.transport, "the arguments of fit", check)
         return FitLoop(self, batches, given).go()
 
     def record(self, *, baseline: int | None = None) -> AbstractContextManager[Recorder]:
@@ -300,8 +259,7 @@ class Trainer(Inference):
 
     def __exit__(self, kind: object, cause: BaseException | None, trace: object) -> None:
         """Close the trainer; after an exception of this rank alone, without the others."""
-        alone = len(self._transport.local) < self._transport.ranks
-        if cause is None or not alone or self.closed or is_known_to_all_ranks(cause):
+        if cause is None or self.parts.is_alone or self.closed or is_known_to_all_ranks(cause):
             self.close()
             return
         with suppress(BaseException), announce_call("with trainer"):

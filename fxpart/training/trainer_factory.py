@@ -125,12 +125,12 @@ def _make_trainer(
     )
     made.model_config = program.captured.config
     captured = program.captured
-    made.divisors.watch(captured.state)
-    made.watch = _watch_module(captured, values=weights is None)
+    made.parts.divisors.watch(captured.state)
+    made.agreement.watch = _watch_module(captured, values=weights is None)
     if (guard := program.captured.guard) is not None:
         # In a pipeline without flushes, minibatches from before and after a change are in flight
         # together.
-        made.guard = lambda: guard(None if made.is_asynchronous else copies.update)
+        made.agreement.guard = lambda: guard(None if made.is_asynchronous else copies.update)
     made.activation_stages = lambda: build_activation_stages(program, mesh_ranks, copies)
     made.row_figures = lambda: compute_row_figures(plan)
     made.reload_unused = copies.reload
@@ -229,7 +229,7 @@ def load_trainer(
 
 def _attach_plan(made: Trainer, plan: Plan) -> Trainer:
     """Store in the trainer what its checkpoints record about the plan."""
-    made.divisors.renew()
+    made.parts.divisors.renew()
     if made.row_figures is None:
         made.row_figures = lambda: compute_row_figures(plan)
     made.plan_text, made.fingerprint = plan.dumps(), plan.model.fingerprint

@@ -56,7 +56,7 @@ def record(ring: FlightRecorder, count: int) -> dict[str, float]:
 
 def trainer(ring: FlightRecorder | None) -> Trainer:
     """Of four small stages."""
-    import fxpart.runtime.trainer_base as assembly
+    import fxpart.runtime.trainer_parts as assembly
 
     kept = assembly.FlightRecorder
     if ring is not None:
@@ -83,7 +83,7 @@ def action(rounds: int, microseconds: float) -> dict[str, float]:
             each.step(rows)
             if at >= 5:
                 times[name].append(time.process_time() - start)
-    engine = made["noted"]._engine
+    engine = made["noted"].parts.engine
     actions = sum(
         instruction.action.kind not in (ActionKind.RECV_F, ActionKind.RECV_B)
         for lanes in engine._executors.values()

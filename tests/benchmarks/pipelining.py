@@ -57,7 +57,7 @@ class Pair:
         transport = connect(ranks)
         self.rank = transport.local[0]
         # One set of modules for both runtimes and all schedules, not copies.
-        modules = self.program.trainer()._mesh_ranks[0].modules
+        modules = self.program.trainer().parts.mesh_ranks[0].modules
         spec = self.program.spec
         self.trainers = {
             name: Trainer(
@@ -215,7 +215,7 @@ def emitted(case: Case, options: argparse.Namespace) -> dict[str, float]:
         model, "local:1", example_kwargs=batch, microbatches=1, constraints={"mesh": "none"}
     )
     trainer = program.trainer()
-    module = trainer._mesh_ranks[0].modules[0]
+    module = trainer.parts.mesh_ranks[0].modules[0]
     inputs = [batch[value.name] for value in program.spec.stages[0].inputs]
 
     def run(step: Callable[[], torch.Tensor], own: torch.nn.Module, count: int) -> float:

@@ -123,7 +123,7 @@ def pipeline(model: Model, ranks: int, megabits: float, options: argparse.Namesp
     mode = {} if options.weights == "flush" else {"weight_mode": options.weights}
     trainer = program.trainer(sgd, **mode)
     # Who can share memory has no slow link between.
-    assert not trainer._transport.shares_memory
+    assert not trainer.transport.shares_memory
     return trainer
 
 

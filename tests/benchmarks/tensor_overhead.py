@@ -93,7 +93,7 @@ def ours(
         constraints={"mesh": "tp=2", "stages": 1, "placements": "annotated"},
     )  # fmt: skip
     trainer = program.trainer()
-    (mesh_rank,) = trainer._mesh_ranks
+    (mesh_rank,) = trainer.parts.mesh_ranks
 
     def step() -> None:
         seen["ours"] = float(trainer.step(batch))

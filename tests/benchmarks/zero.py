@@ -95,9 +95,9 @@ class Ours:
 
     def kept(self) -> int:
         """Bytes between steps; a piece of a parameter is a view of it."""
-        (optimizer,) = self.trainer.optimizers.values()
+        (optimizer,) = self.trainer.optimizers.by_place.values()
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        own = [p for mesh_rank in self.trainer._mesh_ranks for m in mesh_rank.modules.values()
+        own = [p for mesh_rank in self.trainer.parts.mesh_ranks for m in mesh_rank.modules.values()
                for p in m.parameters()]  # fmt: skip
         found: list[Any] = own + [p.grad for p in {*held, *own} if p.grad is not None]
         found += tree_leaves([list(s.values()) for s in optimizer.state.values()])

@@ -44,7 +44,7 @@ def trained(name: str, mode: str, plan: Any = None) -> Any:
     )  # fmt: skip
     trainer = program.trainer(torch.optim.AdamW)
     losses = [float(trainer.step(built.batch)) for _ in range(2)]
-    (executors,) = next(iter(trainer._engine._executors.values()))
+    (executors,) = next(iter(trainer.parts.engine._executors.values()))
     again = [t.keeping.recompute for e in executors for t in e._signatures.values()]
     return program.plan, losses, trainer.state_dict(), again
 

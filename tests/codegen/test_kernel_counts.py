@@ -95,9 +95,9 @@ def test_a_step_waits_for_the_device_at_most_twice(family: str) -> None:
 
 def _device_tensors(trainer: Any) -> list[torch.Tensor]:
     """Parameters, buffers and optimizer state; steps of Adam without fused kernels are on CPUs."""
-    modules = [m for mesh_rank in trainer._mesh_ranks for m in mesh_rank.modules.values()]
+    modules = [m for mesh_rank in trainer.parts.mesh_ranks for m in mesh_rank.modules.values()]
     found = [t for module in modules for t in [*module.parameters(), *module.buffers()]]
-    for optimizer in trainer.optimizers.values():
+    for optimizer in trainer.optimizers.by_place.values():
         for state in optimizer.state.values():
             found += [t for name, t in state.items() if name != "step"]
     return found

@@ -69,7 +69,7 @@ def compared(
 
 
 def _stage_tensors(trainer: Any) -> list[torch.Tensor]:
-    modules = [m for own in trainer._mesh_ranks for m in own.modules.values()]
+    modules = [m for own in trainer.parts.mesh_ranks for m in own.modules.values()]
     return [t for m in modules for t in [*m.parameters(), *m.buffers()]]
 
 

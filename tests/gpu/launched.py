@@ -19,4 +19,4 @@ program = compiled(job, world, microbatches=2, constraints=constraints)
 losses, _, trainer = train(program, job.batch, 3, timeout=30.0)
 if os.environ["RANK"] == "0":
     print("ROW " + json.dumps({"name": f"torchrun {sys.argv[1]} {world}", "losses": losses,
-                               "device": str(trainer._devices), "passed": True}))  # fmt: skip
+                               "device": str(trainer.parts.devices), "passed": True}))  # fmt: skip

@@ -112,8 +112,8 @@ def test_zero_over_both_axes(zero: int, tmp_path: Path) -> None:
     assert both.plan.problems() == () and "ZeRO" in headline(both.plan)
     trainer, batch = both.trainer(torch.optim.AdamW), base("llama").batch
     trainer.step(batch)
-    assert trainer._meshes is not None
-    counts = trainer._meshes.of(0, 0).counts
+    assert trainer.parts.meshes is not None
+    counts = trainer.parts.meshes.of(0, 0).counts
     counts.clear()
     trainer.step(batch)
     parameters, repeats = 4 * both.plan.model.parameters, 1 if zero == 1 else both.plan.microbatches

@@ -408,8 +408,7 @@ def test_an_asynchronous_trainer_refuses_the_same() -> None:
 def test_every_public_call_is_an_entry_point() -> None:
     """A new method that computes or reads state belongs into the table, or here."""
     others = {
-        "close", "record", "zero_grad", "pop_losses", "drain", "is_collective", "step_by_hand",
-        "touch",
+        "close", "record", "zero_grad", "pop_losses", "drain", "is_collective", "note_loaded",
     }  # fmt: skip
     for name in dir(Trainer):
         method = getattr(Trainer, name)

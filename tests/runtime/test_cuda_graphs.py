@@ -16,7 +16,7 @@ from torch import nn
 
 import fxpart
 from fxpart.errors import FxpartError
-from fxpart.runtime import trainer_base
+from fxpart.runtime import trainer_parts
 from fxpart.runtime.executor import cuda_graphs
 from fxpart.runtime.executor.cuda_graphs import GraphedForward, graph_stages
 
@@ -75,7 +75,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del devices
         return graph_stages(mesh_ranks, [GPU], record=record, **how)
 
-    monkeypatch.setattr(trainer_base, "graph_stages", graph)
+    monkeypatch.setattr(trainer_parts, "graph_stages", graph)
     yield
 
 
@@ -87,7 +87,7 @@ def steps(trainer: Any, rows: tuple[int, ...] = (16, 16, 12, 16)) -> list[Any]:
 
 
 def graphs_of(trainer: Any) -> list[GraphedForward]:
-    modules = [m for own in trainer._mesh_ranks for m in own.modules.values()]
+    modules = [m for own in trainer.parts.mesh_ranks for m in own.modules.values()]
     return [vars(m)["forward"] for m in modules]
 
 

@@ -128,14 +128,14 @@ def test_a_loaded_weight_stays_when_the_module_changes_another() -> None:
     trainer = compiled(model, 2).trainer(sgd)
     state = changed(trainer.state_dict())
     trainer.load_state_dict(state)
-    kept = trainer.divisors._local_values
-    trainer.divisors._local_values = dict  # as of a rank that holds none of them
+    kept = trainer.parts.divisors._local_values
+    trainer.parts.divisors._local_values = dict  # as of a rank that holds none of them
     with torch.no_grad():
         model.criterion.weight.mul_(2)
-    trainer.divisors.renew_here()
-    trainer.divisors._local_values = kept
-    assert torch.equal(trainer.divisors.values["table"], state["table"])
-    assert torch.equal(trainer.divisors.values["criterion.weight"], model.criterion.weight)
+    trainer.parts.divisors.renew_here()
+    trainer.parts.divisors._local_values = kept
+    assert torch.equal(trainer.parts.divisors.values["table"], state["table"])
+    assert torch.equal(trainer.parts.divisors.values["criterion.weight"], model.criterion.weight)
 
 
 def test_names_of_a_compiled_module_are_taken() -> None:

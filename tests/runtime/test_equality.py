@@ -56,7 +56,7 @@ def test_a_tie_across_stages(cut: tuple[int, ...]) -> None:
     parts = trainer(cut, clip_norm=0.1)
     for seed, shape in enumerate(SHAPES):
         parts.step(batch(*shape, seed))
-        copies = parts._state.entries["embed.weight"].copies
+        copies = parts.parts.state.entries["embed.weight"].copies
         assert len(copies) == 2
         first, second = copies.values()
         assert first is not second

@@ -68,7 +68,6 @@ def test_evaluation_keeps_nothing() -> None:
         hand, InProcess(4), evaluation=lambda: (hand.spec(), dict(enumerate(hand.stages)))
     )
     trainer.eval_step(batch())
-    assert trainer._eval is not None
-    (executors,) = trainer._eval[1]._executors.values()
+    (executors,) = trainer._programs["eval_step"].engine._executors.values()
     assert all(not executor._cells for mesh_rank in executors for executor in mesh_rank)
     assert all(p.grad is None for stage in hand.stages for p in stage.parameters())

@@ -79,7 +79,7 @@ def test_adapters(ranks: tuple[int, ...], schedule: str) -> None:
     assert ranks[0] or lowest, "the frozen layers have a stage of their own"
     back = {(e.source, e.target): e.backward for e in find_stage_edges(program.spec)}
     assert back == {(i, i + 1): i >= lowest for i in range(3)}
-    (executors,) = next(iter(trainer._engine._executors.values()))
+    (executors,) = next(iter(trainer.parts.engine._executors.values()))
     sends = [
         i.action
         for executor in executors

@@ -68,7 +68,7 @@ def test_the_program_names_the_gathers_of_each_block() -> None:
 def recorded(ahead: int) -> str:
     """What the first mesh rank does in a step: gather, multiply in forward, reduce and scatter."""
     trainer = program().trainer(torch.optim.SGD, gather_ahead=ahead)
-    module = trainer._mesh_ranks[0].modules[0]
+    module = trainer.parts.mesh_ranks[0].modules[0]
     seen: list[str] = []
 
     def watch(kind: str, start: Callable[..., Any]) -> Callable[..., Any]:

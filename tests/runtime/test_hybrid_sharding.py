@@ -52,10 +52,10 @@ def count_optimizer_elements(trainer: Trainer, mesh_rank: int) -> int:
     """The elements of each moment that a mesh rank stores of the sharded parameters."""
     assert trainer.optimizer is not None
     found = 0
-    for entry in trainer._state.entries.values():
+    for entry in trainer.parts.state.entries.values():
         for (_, at), parameter in entry.copies.items():
             if at == mesh_rank:
-                state = trainer.optimizer.state[trainer._shards.of(parameter)]
+                state = trainer.optimizer.state[trainer.parts.shards.of(parameter)]
                 found += state["exp_avg"].numel() if parameter.dim() else 0
     return found
 
@@ -73,8 +73,8 @@ def test_collectives_and_state(zero: int) -> None:
     assert gathered == (["dp_shard"] * len(SIZES) if zero == 3 else [])
     trainer = program.trainer(OPTIMIZER)
     trainer.step(batch(0))
-    assert trainer._meshes is not None
-    counts = [trainer._meshes.of(0, rank).counts for rank in range(4)]
+    assert trainer.parts.meshes is not None
+    counts = [trainer.parts.meshes.of(0, rank).counts for rank in range(4)]
     for each in counts:
         each.clear()
     trainer.step(batch(1))

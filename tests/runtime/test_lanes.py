@@ -72,7 +72,7 @@ def test_copies_of_one_parameter_stay_equal_in_every_bit(
     made = trainer(InProcess(ranks_of(mesh, options)), mesh, **options)
     for seed in range(3):
         made.step(batch(seed=seed))
-    for name, entry in made._state.entries.items():
+    for name, entry in made.parts.state.entries.items():
         shards: dict[tuple[Any, ...], bytes] = {}
         for (_, mesh_rank), tensor in entry.copies.items():
             where = entry.pieces.slices(mesh_rank)
@@ -114,11 +114,15 @@ def test_rows_that_do_not_divide_are_repeated(mesh: str) -> None:
 def test_a_smaller_batch_makes_fewer_and_larger_pieces() -> None:
     """Six rows on two mesh ranks are three pieces at most, of two rows each."""
     made = trainer(InProcess(4), "dp=2", microbatches=8)
-    cut = made._feed.read(batch(6), 8)
+    feed = made.parts.source.feed
+    cut = feed.read(batch(6), 8)
     assert cut.rows == (2, 2, 2)
-    assert [part.inputs[0]["ids"].shape for part in made._feed.parts(cut)] == [(1, 3), (1, 3)]
+    assert [part.inputs[0]["ids"].shape for part in feed.parts(cut)] == [
+        (1, 3),
+        (1, 3),
+    ]
     storage = cut.inputs[0]["ids"].untyped_storage().data_ptr()
-    parts = made._feed.parts(cut)
+    parts = feed.parts(cut)
     assert all(p.inputs[0]["ids"].untyped_storage().data_ptr() == storage for p in parts)
 
 

@@ -95,7 +95,7 @@ def train(mesh: str) -> dict[str, Any]:
     found = allocations(run)
     trainer = made[0]
     rows = {name: tuple(t.shape)
-            for mesh_rank in trainer._mesh_ranks for module in mesh_rank.modules.values()
+            for mesh_rank in trainer.parts.mesh_ranks for module in mesh_rank.modules.values()
             for name, t in module.named_parameters()}  # fmt: skip
     entry = next(e for e in program.plan.prediction.ranks if trainer.rank in e.ranks)
     state = trainer.state_dict()
@@ -175,7 +175,7 @@ def test_tables_in_files(mesh: str, tmp_path: Path) -> None:
             trainer.step(batch(seed))
         files = [
             t.untyped_storage().filename
-            for mesh_rank in trainer._mesh_ranks for module in mesh_rank.modules.values()
+            for mesh_rank in trainer.parts.mesh_ranks for module in mesh_rank.modules.values()
             for name, t in module.named_parameters() if name.endswith("table_weight")
         ]  # fmt: skip
         assert all(map(bool, files)) is (folder is not None)

@@ -95,7 +95,7 @@ def test_replicas_in_one_process_save_and_load_each_once(tmp_path: Any) -> None:
     for batch in given[:3]:
         trainer.step(batch)
         step(plain, reference, batch)
-    assert len(trainer.optimizers) == 2
+    assert len(trainer.optimizers.by_place) == 2
     trainer.save_checkpoint(tmp_path)
     for how in ("checkpoint", "state"):
         again = program(perceptron(2), "replicas").trainer(Estimated)

@@ -125,7 +125,7 @@ def test_options_set_by_hand_reach_every_stage() -> None:
 def others(model: nn.Module, trainer: Any) -> dict[str, Any]:
     """Schedulers of optimizers that the trainer does not have."""
     foreign = torch.optim.SGD(model.parameters(), lr=0.1)
-    inner = next(iter(trainer.optimizers.values()))
+    inner = next(iter(trainer.optimizers.by_place.values()))
     return {
         "foreign": rates.StepLR(foreign, 1),
         "copied": copy.deepcopy(rates.StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)),

@@ -166,10 +166,10 @@ def test_nothing_is_wrapped_without_it() -> None:
     trainer = make(language((2, 2)), InProcess(2))
     trainer.step(batch())
     before = wrapped(trainer)
-    assert before == (0, 0, 0)
+    assert before == (0, 0)
     with trainer.record():
         trainer.step(batch())
-        assert wrapped(trainer) == (2 * (8 + 4), len(PHASES) - 3, 1)
+        assert wrapped(trainer) == (2 * (8 + 4), 1)
     assert wrapped(trainer) == before
     with pytest.raises(ZeroDivisionError), trainer.record():
         raise ZeroDivisionError
@@ -178,23 +178,21 @@ def test_nothing_is_wrapped_without_it() -> None:
 
 def test_no_collective_is_wrapped_without_it() -> None:
     made = hand_lanes.trainer(InProcess(4), "tp=2", optimizer=ADAMW)
-    ends = [made._meshes.of(stage, lane) for stage in (0, 1) for lane in (0, 1)]  # type: ignore[union-attr]
+    ends = [made.parts.meshes.of(stage, lane) for stage in (0, 1) for lane in (0, 1)]  # type: ignore[union-attr]
     before = [set(vars(end)) for end in ends]
     with made.record():
         assert all("_reduce" in vars(end) for end in ends)
     assert [set(vars(end)) for end in ends] == before
 
 
-def wrapped(trainer: Trainer) -> tuple[int, int, int]:
-    """How many instructions, phases and exchanges are others than those prepared."""
-    executors = [e for lanes in trainer._engine._executors.values() for lane in lanes for e in lane]
+def wrapped(trainer: Trainer) -> tuple[int, int]:
+    """How many instructions and exchanges are others than those prepared."""
+    engine = trainer.parts.engine
+    executors = [e for lanes in engine._executors.values() for lane in lanes for e in lane]
     pairs = [pair for e in executors for pair in zip(e._instructions, e._prepared, strict=True)]
-    calls = (*trainer.pipeline._reductions, *trainer.pipeline._phase_calls)
-    phases = zip(calls, (do for _, do in trainer.pipeline._phases), strict=True)
-    exchange = trainer._engine._exchange, trainer.transport.exchange
+    exchange = engine._exchange, trainer.transport.exchange
     return (
         sum(a is not b for a, b in pairs),
-        sum(a is not b for a, b in phases),
         int(exchange[0] != exchange[1]),
     )
 
@@ -203,7 +201,7 @@ def test_an_executor_runs_what_it_is_given() -> None:
     """``wrap`` asks once for each instruction, in order, and None undoes it."""
     trainer = make(language((4,)), InProcess(1))
     trainer.step(batch())
-    executor: StepExecutor = trainer._engine._executors[4, False][0][0]
+    executor: StepExecutor = trainer.parts.engine._executors[4, False][0][0]
     seen: list[str] = []
 
     def around(instruction: Instruction) -> Instruction:

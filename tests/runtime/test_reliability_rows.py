@@ -141,7 +141,7 @@ def test_lanes_of_every_schedule(schedule: str, zero: int) -> None:
             assert_close(made.last_grad_norm, whole.norm)
             state = made.state_dict()
             assert_close({name: state[name] for name in whole.named}, whole.state())
-    entry = made._state.entries["shared.weight"]
+    entry = made.parts.state.entries["shared.weight"]
     copies = {t.detach().numpy().tobytes() for t in entry.copies.values()}
     assert len(copies) == 1, "copies of a tie, and of a mesh rank, are equal in every bit"
 

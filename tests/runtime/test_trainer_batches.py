@@ -51,7 +51,7 @@ def train_on_parts(partial: bool) -> Any:
             if seed % 2:
                 given = {key: value for key, value in given.items() if value is not None}
         losses.append(made.step(given).item())
-        counts.append(len(made._source.known))
+        counts.append(len(made.parts.source.known))
     names = sorted(made.needs.names)
     return losses, bits(made.state_dict()), (names, counts)
 

@@ -69,7 +69,7 @@ def test_frozen_stages_go_along(schedule: str) -> None:
     for seed in range(2):
         assert float(parts.step(batch(seed=seed))) == float(whole.step(batch(seed=seed), 4))
     assert bits(whole.state()).items() <= bits(parts.state_dict()).items()
-    (executors,) = next(iter(parts._engine._executors.values()))
+    (executors,) = next(iter(parts.parts.engine._executors.values()))
     for executor in executors:
         sends = [i.action for i in executor._instructions if i.action.kind is ActionKind.SEND_B]
         assert all(action.peer != 0 for action in sends)
@@ -81,7 +81,7 @@ def test_frozen_stages_go_along(schedule: str) -> None:
 def test_a_stage_that_fails(schedule: str, what: str) -> None:
     """One error; nothing was updated; the next step is as good as ever."""
     parts = placed(schedule, (0, 1, 1, 0))
-    module = parts._mesh_ranks[0].modules[1]
+    module = parts.parts.mesh_ranks[0].modules[1]
     before = bits(parts.state_dict())
     inner = module.forward
     module.forward = Faulty(parts, module, what, 2)
@@ -94,7 +94,7 @@ def test_a_stage_that_fails(schedule: str, what: str) -> None:
     after = bits(parts.state_dict())
     assert {n: v for n, v in before.items() if "running" not in n}.items() <= after.items()
     assert not parts.gradients()
-    (executors,) = next(iter(parts._engine._executors.values()))
+    (executors,) = next(iter(parts.parts.engine._executors.values()))
     assert not any(executor._cells or executor._weight_backwards for executor in executors)
     parts.step(batch())
 
@@ -102,7 +102,7 @@ def test_a_stage_that_fails(schedule: str, what: str) -> None:
 def test_nothing_outlives_a_step() -> None:
     parts = placed("zb-v", (0, 1, 1, 0))
     parts.step(batch())
-    (executors,) = next(iter(parts._engine._executors.values()))
+    (executors,) = next(iter(parts.parts.engine._executors.values()))
     assert not any(executor._cells or executor._weight_backwards for executor in executors)
 
 

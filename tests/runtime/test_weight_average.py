@@ -133,7 +133,7 @@ def test_of_stages_that_update_alone(tmp_path: Path) -> None:
     expected: dict[str, torch.Tensor] = {}
 
     def follow(stage: int) -> None:
-        for name, entry in trainer._state.entries.items():
+        for name, entry in trainer.parts.state.entries.items():
             if entry.trainable and entry.spec.owner == stage:
                 weight = entry.copies[stage, 0].detach().clone()
                 mean = expected.get(name)
@@ -172,7 +172,7 @@ def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def run_after_a_skip(folder: str) -> list[bool]:
     """Whether each average is the weight after an update that only stage 0 has skipped."""
     trainer, left = make_stages(), [True]
-    for module in trainer._mesh_ranks[0].modules.values():
+    for module in trainer.parts.mesh_ranks[0].modules.values():
         for name, parameter in module.named_parameters():
             if name.startswith("p_0_weight"):
                 parameter.register_hook(lambda g: g * float("nan") if left and left.pop() else g)

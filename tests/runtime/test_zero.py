@@ -67,10 +67,10 @@ def held_bytes(made: Trainer, mesh_rank: int) -> tuple[int, int]:
     """What a mesh rank holds between microbatches and updates: (optimizer state, gradients)."""
     assert made.optimizer is not None
     state = gradients = 0
-    for entry in made._state.entries.values():
+    for entry in made.parts.state.entries.values():
         for (_, at), parameter in entry.copies.items():
             if at == mesh_rank:
-                held = made._shards.of(parameter)
+                held = made.parts.shards.of(parameter)
                 for value in made.optimizer.state.get(held, {}).values():
                     state += value.nbytes if value.dim() else 0
                 for tensor in {id(parameter): parameter, id(held): held}.values():
@@ -111,11 +111,10 @@ def test_zero_2_accumulates_a_part_of_the_gradients(mesh_ranks: int) -> None:
     scale = 4 * (mesh_ranks - 1)
     held = [held_bytes(made, mesh_rank)[1] for mesh_rank in range(mesh_ranks)]
     # Pieces of one bucket share its memory, so that it is counted once for each.
-    parts = [made._shards.of(p).grad for _, p in made._state.parameters()]
+    shards, parameters = made.parts.shards, [p for _, p in made.parts.state.parameters()]
+    parts = [shards.of(p).grad for p in parameters]
     assert sum(p.nbytes for p in parts if p is not None) == owned + scale
-    assert all(p.grad is None or made._shards.of(p) is p for _, p in made._state.parameters()), (
-        "no whole gradient is left"
-    )
+    assert all(p.grad is None or shards.of(p) is p for p in parameters), "no whole gradient is left"
     assert held_bytes(plain, 0)[1] == owned
     assert max(held) > 0
 
@@ -153,8 +152,8 @@ def test_buckets_of_any_size_give_the_same(
 
 def test_a_piece_is_a_view_of_its_parameter() -> None:
     made = trainer(InProcess(4), "dp=2", zero=1)
-    for _, parameter in made._state.parameters():
-        held = made._shards.of(parameter)
+    for _, parameter in made.parts.state.parameters():
+        held = made.parts.shards.of(parameter)
         assert held.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
 
 

@@ -28,7 +28,7 @@ CLASSES: tuple[tuple[str, Any], ...] = (
     ("fxpart.Cluster", fxpart.Cluster),
 )
 # Members of a trainer that only other parts of fxpart call.
-INTERNAL = {"is_collective", "kind", "repeats", "settle", "step_by_hand", "touch"}
+INTERNAL = {"calls", "is_collective", "kind", "note_loaded", "options", "repeats", "settle"}
 STATUS = {
     1: "a difference was found",
     2: "invalid input",

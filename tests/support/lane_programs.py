@@ -118,7 +118,7 @@ def fail(
     """One step with a fault on some mesh ranks of a stage, then, where that can be, one good
     step."""
     made = trainer(connect(ranks_of(mesh), timeout=timeout), mesh)
-    for mesh_rank in made._mesh_ranks:
+    for mesh_rank in made.parts.mesh_ranks:
         if mesh_rank.index in mesh_ranks and stage in mesh_rank.modules:
             module = mesh_rank.modules[stage]
             module.forward = Faulty(made, module, what, 2)

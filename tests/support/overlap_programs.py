@@ -77,7 +77,7 @@ def order(mesh: str, options: dict[str, Any], size: int) -> list[dict[int, list[
     made = make(mesh, options, size)
     found: list[dict[int, list[Any]]] = []
     start = StageGradientReducer._start
-    places = {id(each): place for place, each in made._shards._reducers.items()}
+    places = {id(each): place for place, each in made.parts.shards._reducers.items()}
 
     def note(self: StageGradientReducer, bucket: Any) -> None:
         stage, mesh_rank = places[id(self)]
@@ -104,7 +104,7 @@ def fail(
     made.step(batch(12, seed=1))
     modules = [
         (mesh_rank.index, module)
-        for mesh_rank in made._mesh_ranks
+        for mesh_rank in made.parts.mesh_ranks
         for module in mesh_rank.modules.values()
         if isinstance(module, First)
     ]
@@ -147,7 +147,7 @@ def absent(mesh: str, missing: tuple[int, ...], zero: int) -> dict[str, Any]:
 
         return forward
 
-    for mesh_rank in made._mesh_ranks:
+    for mesh_rank in made.parts.mesh_ranks:
         for module in mesh_rank.modules.values():
             if isinstance(module, First) and mesh_rank.index in missing:
                 module.forward = short(module)  # type: ignore[method-assign]

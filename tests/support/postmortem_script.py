@@ -31,7 +31,7 @@ def main(folder: Path, what: str, faulty: int) -> None:
         threading.Timer(1.0, lambda: os.kill(own, SIGNALS[what])).start()
     try:
         if rank == faulty and what == "raise":
-            for module in trainer._mesh_ranks[0].modules.values():
+            for module in trainer.parts.mesh_ranks[0].modules.values():
                 module.forward = Faulty(trainer, module, "raise", 30)
         for number in range(100_000):
             if rank == faulty and what == "script" and number == 20:

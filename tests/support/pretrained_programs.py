@@ -74,7 +74,7 @@ def load(folder: str, mesh: str) -> tuple[int, int, float]:
     rise = memory("VmHWM") - before
     own = [
         t
-        for mesh_rank in trainer._mesh_ranks
+        for mesh_rank in trainer.parts.mesh_ranks
         for m in mesh_rank.modules.values()
         for t in m.parameters()
     ]

@@ -47,7 +47,7 @@ def _trainer(ranks: int, weights: str, lasts: Callable[[Any], float]) -> Iterato
 
         return computes
 
-    for module in trainer._mesh_ranks[0].modules.values():
+    for module in trainer.parts.mesh_ranks[0].modules.values():
         module.forward = lasting(module.forward)
     with patch("fxpart.runtime.executor.executor.monotonic_ns", clock):
         yield trainer

@@ -112,7 +112,7 @@ def to_lists(given: Any) -> Any:
 def check_place(trainer: Any, kind: str) -> None:
     """Check where every tensor of the trainer's stages and optimizers is."""
     wanted = stand_in.NAME if kind == "gpu" else "cpu"
-    modules = [m for own in trainer._mesh_ranks for m in own.modules.values()]
+    modules = [m for own in trainer.parts.mesh_ranks for m in own.modules.values()]
     held = [t for m in modules for t in [*m.parameters(), *m.buffers()]]
     assert held and {t.device.type for t in held} == {wanted}
 
@@ -191,7 +191,7 @@ def offloaded() -> dict[str, Any]:
         resident, stand_in.memory.peak = stand_in.memory.now, 0
         trainer.step(batches()[1])
         found.append((resident - begin, stand_in.memory.peak - resident))
-        states = [s for each in trainer.optimizers.values() for s in each.state.values()]
+        states = [s for each in trainer.optimizers.by_place.values() for s in each.state.values()]
         places = {t.device.type for s in states for t in s.values()}
         assert places == {"cpu" if offload == "both" else stand_in.NAME}, places
         size = sum(t.nbytes for t in trainer.state_dict().values())
@@ -343,7 +343,7 @@ def waits() -> dict[str, Any]:
 def mixed() -> dict[str, Any]:
     """A stage that holds a tensor on the CPU fails, as on CUDA."""
     trainer = compiled("gpu").trainer(SGD)
-    (module, *_) = [m for own in trainer._mesh_ranks for m in own.modules.values()]
+    (module, *_) = [m for own in trainer.parts.mesh_ranks for m in own.modules.values()]
     named = [n for n, _ in module.named_parameters()]
     owner, _, leaf = named[-1].rpartition(".")
     inside = module.get_submodule(owner)

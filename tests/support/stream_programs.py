@@ -205,7 +205,7 @@ def left(here: bool) -> list[tuple[int, Bits]]:
 
 def own(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The parameters of this process by stage and name."""
-    (mesh_rank,) = trainer._mesh_ranks
+    (mesh_rank,) = trainer.parts.mesh_ranks
     return {
         f"{stage}.{name}": parameter
         for stage, module in mesh_rank.modules.items()

@@ -50,8 +50,7 @@ class StageOptimizerFacade(OptimizerFacade):
     def _touch(self) -> None:
         """Raise FXP115 if minibatches are in flight when parameters are read."""
         super()._touch()
-        trainer: Any = self._get_trainer()
-        trainer.touch()
+        self._get_owner().touch()
 
 
 def _make_read_only_hook(hook: Callable[..., Any]) -> Callable[..., Any]:

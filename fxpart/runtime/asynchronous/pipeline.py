@@ -27,6 +27,7 @@ from fxpart.runtime.asynchronous.status_builder import (
 )
 from fxpart.runtime.asynchronous.tied_parameters import refresh_tied_weights
 from fxpart.runtime.asynchronous.unflushed_pipeline import UnflushedPipeline
+from fxpart.runtime.batch.batch_agreement import check_repetition
 from fxpart.runtime.batch.batch_iterator import make_user_error
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit, Shape
 from fxpart.runtime.gradients.gradient_norm import clip_both, compute_gradient_norms
@@ -59,12 +60,14 @@ class AsyncPipeline(UnflushedPipeline):
         """
         super().__init__(trainer)
         self._layout = AsyncStageGraph.of(self.spec)
-        self.versions = WeightVersionCounters(self._layout.ahead, trainer.microbatches)
+        self.versions = WeightVersionCounters(self._layout.ahead, self._parts.options.microbatches)
         self.versions.check(self.weight_mode)
-        weights, self.stages = build_stages(trainer, self._layout, self.versions)
+        weights, self.stages = build_stages(
+            self._parts, self._optimizers, self._layout, self.versions
+        )
         self.weights = self.stage_weights = weights
         self.update_options = record_options(
-            self._transport, self._facade, trainer.options.scheduler, weights.values()
+            self._transport, self._facade, self._parts.options.scheduler, weights.values()
         )
         self._statuses = CallStatusQueue(self._transport)
         self._shapes: Mapping[str, Shape] = {}
@@ -94,7 +97,7 @@ class AsyncPipeline(UnflushedPipeline):
         closing = self._needs_flush(cut)
         self._run(cut, closing=closing)
         self._trainer.last_rows = sum(cut.rows)
-        return self._trainer.calls - 1
+        return self._parts.calls - 1
 
     def finish(self) -> None:
         """Flush the pipeline."""
@@ -118,7 +121,7 @@ class AsyncPipeline(UnflushedPipeline):
         assert self._last_split is not None, "a minibatch is in flight"
         self._local.check_whole()
         self._run(self._last_split, closing=self._needs_flush(self._last_split))
-        return self._trainer.calls - 1
+        return self._parts.calls - 1
 
     @property
     def staleness(self) -> tuple[int, ...]:
@@ -129,7 +132,7 @@ class AsyncPipeline(UnflushedPipeline):
     @property
     def weight_mode(self) -> WeightMode:
         """The requested weight mode."""
-        return self._trainer.options.mode
+        return self._parts.options.mode
 
     def anneal_over(self, updates: int | None) -> None:
         """End the learning-rate discount after this many more updates, unless its end is known."""
@@ -142,14 +145,14 @@ class AsyncPipeline(UnflushedPipeline):
     @property
     def _needs_total(self) -> bool:
         """Whether the learning rate is annealed over an unknown number of updates."""
-        discounted = self._trainer.options.mode.discount and max(self.staleness) > 1
+        discounted = self._parts.options.mode.discount and max(self.staleness) > 1
         return discounted and any(w.total is None for w in self.stage_weights.values())
 
     def restart(self, updates: int, calls: int) -> None:
         """Start with an empty pipeline after this many updates and calls."""
         self.versions = replace(self.versions, start=updates)
         self.stages.begin(self.versions)
-        self._trainer.calls = calls
+        self._parts.calls = calls
         self.losses.clear()
         self.reload_options()
 
@@ -164,7 +167,7 @@ class AsyncPipeline(UnflushedPipeline):
         Flushes the pipeline; every rank must call it.
         """
         self.settle()
-        self._trainer._agree_on_call("report")
+        self._agreement.agree("report")
         mine = [
             StageReport.of(
                 stage,
@@ -210,40 +213,43 @@ class AsyncPipeline(UnflushedPipeline):
         """
         if self._has_in_flight:
             try:
-                self._trainer._apply_user_changes()
+                self._agreement.apply_user_changes()
                 seen = self._feed.look(batch, local=local)
                 if seen.shapes == self._shapes:
-                    return self._feed.cut(seen, self._trainer.microbatches, self._other_shapes)
+                    return self._feed.cut(
+                        seen, self._parts.options.microbatches, self._other_shapes
+                    )
             except FxpartError:
                 pass  # the ranks compare it below
             self._flush()
-        read = self._trainer._read(self._source, batch, "asynchronous training", local)
+        source = self._parts.source
+        read = self._agreement.read(source, batch, "asynchronous training", local)
         read.confirm()
         cut = read.cut
-        self._trainer._check_training_rows(read)
+        check_repetition(self._transport, source, read)
         self._shapes, self._other_shapes = read.value.shapes, read.others
         return cut
 
     def _needs_flush(self, cut: MicrobatchSplit) -> bool:
         """Return whether the pipeline is flushed after this minibatch."""
-        few = len(cut.rows) != self._trainer.microbatches
+        few = len(cut.rows) != self._parts.options.microbatches
         if self._has_in_flight and few:
             self._flush()
-        return few or self.always_flush or self._trainer.calls < self._trainer.options.warm_up
+        return few or self.always_flush or self._parts.calls < self._parts.options.warm_up
 
     def _run(self, cut: MicrobatchSplit, *, closing: bool) -> None:
         if not self._has_in_flight:
-            self._first_call = self._trainer.calls
+            self._first_call = self._parts.calls
         for update in self.stages.updates.values():
             update.deferred = closing and self._uses_global_gradients
-        self.events.step = self._trainer.calls + 1
+        self.events.step = self._parts.calls + 1
         try:
-            self._submit_options(self.versions.start + self._trainer.calls - self._first_call)
+            self._submit_options(self.versions.start + self._parts.calls - self._first_call)
         except Exception as cause:  # Other ranks learn of it as of a failure of a stage.
             next(iter(self.stages.executors.values())).fail(make_user_error("the scheduler", cause))
-        self.stages.minibatch(self._feed.parts(cut), self._trainer._keys(cut), closing=closing)
+        self.stages.minibatch(self._feed.parts(cut), self._parts.keys(cut), closing=closing)
         self._last_split, self._has_in_flight, self._tied_weights_equal = cut, not closing, False
-        call, self._trainer.calls = self._trainer.calls, self._trainer.calls + 1
+        call, self._parts.calls = self._parts.calls, self._parts.calls + 1
         self._send_status(call, cut)
         while len(self._statuses) > (0 if closing else self.versions.lag):
             self._process_status()
@@ -256,16 +262,16 @@ class AsyncPipeline(UnflushedPipeline):
     @property
     def _uses_global_gradients(self) -> bool:
         """Whether an update after a flush needs the gradients of all stages at once."""
-        return self._trainer.options.clip_norm is not None or self._trainer.options.log_grad_norm
+        return self._parts.options.clip_norm is not None or self._parts.options.log_grad_norm
 
     def _update_globally(self) -> None:
         """Update as a synchronous trainer, after a minibatch that was flushed."""
+        state, shards, options = self._parts.state, self._parts.shards, self._parts.options
         with convert_transport_errors(self._transport, "sharing gradients"):
-            self._trainer._run_on_mesh_ranks(self._shards.finish)
-            norms = compute_gradient_norms(self._state, self._shards)
+            self._parts.run_on_mesh_ranks(shards.finish)
+            norms = compute_gradient_norms(state, shards)
         self._trainer.last_grad_norm = norms.total
-        options = self._trainer.options
-        clip_both(self._state, self._shards, norms.total, options.clip_norm, options.clip_value)
+        clip_both(state, shards, norms.total, options.clip_norm, options.clip_value)
         for update in self.stages.updates.values():
             update.step()
 
@@ -280,7 +286,7 @@ class AsyncPipeline(UnflushedPipeline):
         self.stages.flush()
         while self._statuses:
             self._process_status(flushed=True)
-        self._send_status(self._trainer.calls, None)
+        self._send_status(self._parts.calls, None)
         self._process_status(flushed=True)
         self._start_empty()
 
@@ -296,7 +302,7 @@ class AsyncPipeline(UnflushedPipeline):
             self._flush()
         if not self._tied_weights_equal:
             with convert_transport_errors(self._transport, "sharing parameters"):
-                refresh_tied_weights(self._state)
+                refresh_tied_weights(self._parts.state)
             self._tied_weights_equal = True
         self._settle_options()
 
@@ -320,7 +326,7 @@ class AsyncPipeline(UnflushedPipeline):
         """Yield (rank, key, squared norm of the last gradients) of each stage's first mesh rank."""
         for (stage, mesh_rank), update in self.stages.updates.items():
             if mesh_rank == 0:
-                yield self._state.rank(stage, mesh_rank), _name_norm(stage), update.square
+                yield self._parts.state.rank(stage, mesh_rank), _name_norm(stage), update.square
 
     # -- status of the other ranks ----------------------------------------------------------------
 
@@ -329,12 +335,12 @@ class AsyncPipeline(UnflushedPipeline):
         ended = cut is None or not self._has_in_flight
         done = self.stages.done()
         expected = compute_expected_counts(
-            self.versions, self._trainer.options.mode, self._trainer._ranks, self._transport, done,
-            self._trainer.calls - self._first_call if ended else None,
+            self.versions, self._parts.options.mode, self._parts.ranks, self._transport, done,
+            self._parts.calls - self._first_call if ended else None,
         )  # fmt: skip
         with convert_transport_errors(self._transport, "sending the status of a call"):
             status = build_call_status(
-                self.stages, cut, self._trainer.request.mine, self.update_options.digest
+                self.stages, cut, self._parts.request.mine, self.update_options.digest
             )
             self._statuses.send(call, status, expected)
 
@@ -348,13 +354,13 @@ class AsyncPipeline(UnflushedPipeline):
         if len({status.options for status in statuses}) > 1:
             next(iter(self.stages.executors.values())).fail(make_options_error())
             self._fail(flushed=flushed)
-        self._trainer.request.store([status.requests for status in statuses])
+        self._parts.request.store([status.requests for status in statuses])
         for rank, (status, expected_counts) in enumerate(zip(statuses, expected, strict=True)):
             assert status.halted or status.counts == expected_counts, (
                 f"process {rank}, call {call}: (forwards, backwards, updates, version) must be "
                 f"{expected_counts}, but are {status.counts}"
             )
-        self._trainer.pace.note(call, [status.busy for status in statuses])
+        self._parts.pace.note(call, [status.busy for status in statuses])
         for status in statuses:
             if status.has_loss:
                 self.losses.append((call, self._as_loss(convert_bits_to_float(status.loss))))
@@ -392,8 +398,8 @@ class AsyncPipeline(UnflushedPipeline):
             listener(text)
 
     def _check_total(self) -> None:
-        if self._trainer.calls == 0 and self._needs_total:
-            warnings.warn(explain_unknown_total(self._trainer.options.mode.name), stacklevel=6)
+        if self._parts.calls == 0 and self._needs_total:
+            warnings.warn(explain_unknown_total(self._parts.options.mode.name), stacklevel=6)
 
 
 def _name_norm(stage: int) -> str:

@@ -35,7 +35,8 @@ from fxpart.schedule.asynchronous_channels import find_asynchronous_problems
 from fxpart.schedule.versions import WeightVersionCounters
 
 if TYPE_CHECKING:
-    from fxpart.runtime.trainer import Trainer
+    from fxpart.runtime.optimizer.trainer_optimizers import TrainerOptimizers
+    from fxpart.runtime.trainer_parts import TrainerParts
 
 Work = Callable[[AsyncStageExecutor], Iterator[None]]
 
@@ -162,20 +163,23 @@ class AsyncStageGroup:
 
 
 def build_stages(
-    trainer: Trainer, layout: AsyncStageGraph, versions: WeightVersionCounters
+    parts: TrainerParts,
+    optimizers: TrainerOptimizers,
+    layout: AsyncStageGraph,
+    versions: WeightVersionCounters,
 ) -> tuple[dict[Place, StageWeights], AsyncStageGroup]:
     """Build the weights and the executor of every stage of this process."""
-    options, state = trainer.options, trainer._state
+    options, state = parts.options, parts.state
     mine = collect_stage_parameters(state, owned=True)
     total = sum(
         math.prod(entry.pieces.shape) for entry in state.entries.values() if entry.trainable
     )
     weights: dict[Place, StageWeights] = {}
     updates: dict[Place, StageUpdater] = {}
-    for mesh_rank in trainer._mesh_ranks:
+    for mesh_rank in parts.mesh_ranks:
         for stage, module in sorted(mesh_rank.modules.items()):
             place = stage, mesh_rank.index
-            optimizer = trainer.optimizers[place]
+            optimizer = optimizers.by_place[place]
             set_stage_delays(optimizer, stage, options.mode, versions)
             weights[place] = StageWeights(
                 module, optimizer, options.mode, versions, stage,
@@ -183,20 +187,20 @@ def build_stages(
             )  # fmt: skip
             if options.watch:
                 weights[place].watch(options.watch)
-            part = sum(parameter.numel() for _, parameter in mine[place])
+            numel = sum(parameter.numel() for _, parameter in mine[place])
             clipping = StageClipOptions(
-                options.clip_norm, options.clip, options.clip_value, part / max(total, 1)
+                options.clip_norm, options.clip, options.clip_value, numel / max(total, 1)
             )
             updates[place] = StageUpdater(
                 MeshRank(mesh_rank.index, mesh_rank.spec, {stage: module}),
-                trainer._shards, weights[place],
+                parts.shards, weights[place],
                 [p for _, p in mine[place]], clipping,
-                norms=options.log_grad_norm, average=trainer.average,
+                norms=options.log_grad_norm, average=optimizers.average,
             )  # fmt: skip
     stages = AsyncStageGroup(
-        trainer._mesh_ranks, trainer._ranks, trainer._transport, trainer._devices, layout,
-        versions, weights=weights, updates=updates, local=trainer._local,
-        recompute=options.recomputes(len(trainer.spec.stages)),
-        events=trainer.events,
+        parts.mesh_ranks, parts.ranks, parts.transport, parts.devices, layout,
+        versions, weights=weights, updates=updates, local=parts.local,
+        recompute=options.recomputes(len(parts.spec.stages)),
+        events=parts.events,
     )  # fmt: skip
     return weights, stages

@@ -27,8 +27,9 @@ class UnflushedPipeline(Pipeline):
     def __init__(self, trainer: Trainer) -> None:
         """See :class:`~fxpart.runtime.pipeline.Pipeline`."""
         super().__init__(trainer)
-        assert isinstance(trainer.optimizer, StageOptimizerFacade), "a trainer that updates has one"
-        self._facade = trainer.optimizer
+        facade = self._optimizers.facade
+        assert isinstance(facade, StageOptimizerFacade), "a trainer that updates has one"
+        self._facade = facade
 
     @property
     def _next_update(self) -> int:
@@ -112,8 +113,8 @@ class UnflushedPipeline(Pipeline):
         values = [
             v for stage in self.spec.stages for v in stage.outputs if v.name == self.spec.loss
         ]
-        device = self._trainer.local_device
-        return torch.tensor(value, dtype=torch_dtype(values[0].dtype), device=device)
+        dtype = torch_dtype(values[0].dtype)
+        return torch.tensor(value, dtype=dtype, device=self._parts.first_device)
 
 
 def _make_error(where: str) -> Exception:

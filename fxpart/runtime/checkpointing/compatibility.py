@@ -34,8 +34,8 @@ def find_incompatibilities(
 
 
 def _model(trainer: Trainer, manifest: CheckpointManifest) -> Iterator[str]:
-    expected = {n: (e.spec.dtype, tuple(e.pieces.shape)) for n, e in trainer._state.saved()}
-    for name, tensor in trainer._unused.items():
+    expected = {n: (e.spec.dtype, tuple(e.pieces.shape)) for n, e in trainer.parts.state.saved()}
+    for name, tensor in trainer.parts.unused.items():
         expected[name] = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     for name, (dtype, shape) in expected.items():
         saved = manifest.tensors.get(f"model/{name}")
@@ -84,8 +84,8 @@ def _optimizer(trainer: Trainer, manifest: CheckpointManifest) -> Iterator[str]:
             yield "parameter groups of the checkpoint have no parameter names"
             return
         grouped |= set(names)
-    named = [name for group in trainer._groups for name in group.names]
-    expected = named if trainer._groups else list(trainer._state.trainable())
+    named = [name for group in trainer.optimizers.groups for name in group.names]
+    expected = named if trainer.optimizers.groups else list(trainer.parts.state.trainable())
     missing = [name for name in expected if name not in grouped]
     for name in missing[:_MOST]:
         yield f"no parameter group of the checkpoint contains {name}"

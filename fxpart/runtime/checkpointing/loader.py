@@ -62,9 +62,9 @@ def restore(trainer: Trainer, checkpoint: Checkpoint, *, random: bool = True) ->
 
     agree(transport, "the checkpoint", check)
     agree(transport, "the content of the checkpoint", fill)
-    trainer._note_loaded()
+    trainer.note_loaded()
     if trainer.seed != manifest.seed:
-        trainer.options = replace(trainer.options, seed=manifest.seed)
+        trainer.parts.options = replace(trainer.options, seed=manifest.seed)
     return dict(manifest.extra)
 
 
@@ -152,8 +152,8 @@ class _CheckpointLoader:
         self._groups()
         if self._trainer.optimizer is not None:
             self._trainer.optimizer.reload()
-        if self._trainer.watch is not None:
-            self._trainer.watch.accept()
+        if (watch := self._trainer.agreement.watch) is not None:
+            watch.accept()
         self._restore_average()
         self._restore_stages()
 
@@ -177,8 +177,8 @@ class _CheckpointLoader:
         return target
 
     def _restore_model(self) -> None:
-        self._trainer._note_written()
-        for name, entry in self._trainer._state.entries.items():
+        self._trainer.parts.note_written()
+        for name, entry in self._trainer.parts.state.entries.items():
             key = key_of(name, entry)
             saved = self._manifest.tensors.get(key)
             if saved is None or saved.shape != tuple(entry.pieces.shape):
@@ -186,7 +186,7 @@ class _CheckpointLoader:
             # By mesh rank: replicas on one mesh rank are equal and read once.
             for (_, mesh_rank), copy in sorted(entry.copies.items(), key=lambda item: item[0][1]):
                 self._fill(key, region_of(entry.pieces, mesh_rank), copy)
-        for name, tensor in self._trainer._unused.items():
+        for name, tensor in self._trainer.parts.unused.items():
             self._fill(f"model/{name}", make_full_region(tuple(tensor.shape)), tensor)
         self._last_read = None
 
@@ -247,7 +247,7 @@ class _CheckpointLoader:
                 source = (
                     place[mine[0]]
                     if mine
-                    else find_source_group(index, given, trainer._groups, place)
+                    else find_source_group(index, given, trainer.optimizers.groups, place)
                 )
                 for name, value in source.items():
                     current = group.get(name)

@@ -42,12 +42,12 @@ class OptimizerTensor:
 
 def optimizers(trainer: TrainerBase) -> Sequence[torch.optim.Optimizer]:
     """Return all optimizers of this process."""
-    return list(trainer.optimizers.values())
+    return list(trainer.optimizers.by_place.values())
 
 
 def map_optimizer_tensors(trainer: TrainerBase) -> dict[int, OptimizerTensor]:
     """Map the id of each tensor in the optimizers to its description."""
-    state, shards = trainer._state, trainer._shards
+    state, shards = trainer.parts.state, trainer.parts.shards
     found: dict[int, OptimizerTensor] = {}
     for name, entry in state.entries.items():
         if not entry.trainable:

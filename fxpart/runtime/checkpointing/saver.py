@@ -364,7 +364,7 @@ def _merge_groups(
     groups_by_rank: list[list[dict[str, Any]]], trainer: Trainer
 ) -> list[dict[str, Any]]:
     """Merge the groups of all processes by position, parameters in model order."""
-    place = {name: index for index, name in enumerate(trainer._state.entries)}
+    place = {name: index for index, name in enumerate(trainer.parts.state.entries)}
     merged: list[dict[str, Any]] = []
     for groups in groups_by_rank:
         for index, group in enumerate(groups):

@@ -70,7 +70,7 @@ def flush_before_snapshot(trainer: Trainer) -> None:
     Gradients are not part of a checkpoint.
     """
     trainer.settle()
-    accumulated = trainer._accumulation.batches
+    accumulated = trainer.parts.accumulation.batches
     if accumulated:
         raise error(
             "FXP109", where="a checkpoint",
@@ -93,7 +93,7 @@ def take_snapshot(trainer: Trainer, staging: StagingBuffers | None = None) -> Ch
     builder.predictors()
     builder.snapshot.shared |= trainer.pipeline.capture()
     builder.random()
-    for device in set(trainer._devices.values()):
+    for device in set(trainer.parts.devices.values()):
         synchronize(device)
     return builder.snapshot
 
@@ -112,7 +112,7 @@ class _SnapshotBuilder:
 
     def model(self) -> None:
         """Add parameters and buffers; non-persistent buffers as "buffer/NAME"."""
-        state = self._trainer._state
+        state = self._trainer.parts.state
         for name, entry in state.entries.items():
             key = key_of(name, entry)
             for mesh_rank, tensor in entry.owned().items() if key else ():
@@ -121,7 +121,7 @@ class _SnapshotBuilder:
                     rank = state.rank(entry.spec.owner, mesh_rank)
                     self._add(rank, key, tensor, entry.pieces.shape, region)
         if 0 in self._trainer.transport.local:
-            for name, tensor in self._trainer._unused.items():
+            for name, tensor in self._trainer.parts.unused.items():
                 self._add_whole(0, f"model/{name}", tensor)
 
     def optimizer(self) -> None:

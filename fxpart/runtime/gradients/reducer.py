@@ -281,11 +281,13 @@ class GradientAccumulation:
     batch. The gradient of the first batch is therefore exactly that of an update without
     accumulation.
 
-    batches: their number. total: the divisor of the sum, in units of the first weight; by default
-    the sum of the weights. is_divided: whether it differs from one batch's weight.
+    batches: their number. is_reduced: whether gradients are those of the last update. total: the
+    divisor of the sum, in units of the first weight; by default the sum of the weights. is_divided:
+    whether it differs from one batch's weight.
     """
 
     batches: int = 0
+    is_reduced: bool = False
     total: float = 0.0
     is_divided: bool = False
     _unit: float = 1.0
@@ -307,6 +309,7 @@ class GradientAccumulation:
         if total is not None:
             self.total, self.is_divided = total / self._unit, True
 
-    def reset(self) -> None:
-        """Reset to zero batches."""
+    def reset(self, *, reduced: bool = False) -> None:
+        """Reset to zero batches. reduced: gradients are those of an update, and not cleared."""
+        self.is_reduced = reduced
         self.batches, self.total, self.is_divided, self._unit = 0, 0.0, False, 1.0

@@ -53,7 +53,7 @@ class NonFiniteGuard:
         self._trainer = trainer
         self._buffers = WrittenBuffers(
             tensor
-            for entry in trainer._state.entries.values()
+            for entry in trainer.parts.state.entries.values()
             if entry.spec.kind != "parameter" and entry.spec.written
             for tensor in entry.copies.values()
         )
@@ -131,8 +131,8 @@ def report_nonfinite_loss(step: int, loss: float) -> None:
 def _find_nonfinite_gradient(trainer: Trainer) -> str:
     """Return the first of this process's parameters with a non-finite gradient, or ""."""
     found = []
-    for name, parameter in trainer._state.parameters():
-        gradient = get_gradient_values(trainer._shards.of(parameter))
+    for name, parameter in trainer.parts.state.parameters():
+        gradient = get_gradient_values(trainer.parts.shards.of(parameter))
         if gradient is not None:
             found.append((name, gradient))
     return _find_nonfinite(found)
@@ -145,7 +145,7 @@ def find_nonfinite_state(trainer: Trainer) -> str:
     """
     found = [
         (name, tensor.detach())
-        for name, entry in trainer._state.saved()
+        for name, entry in trainer.parts.state.saved()
         for tensor in entry.copies.values()
         if tensor.is_floating_point() and tensor.itemsize > 1
     ]

@@ -23,13 +23,16 @@ _NO_OPTIONS = ("params", "param_names")
 
 
 class FacadeOwner(Protocol):
-    """What the facade calls on its trainer."""
+    """The pipeline of a trainer, as far as the facade calls it."""
 
     def step_by_hand(self) -> None:
         """Update with the current gradients; FXP115 if that is impossible."""
 
     def zero_grad(self) -> None:
         """Clear all gradients."""
+
+    def touch(self) -> None:
+        """Note that parameters are accessed; FXP115 in flight."""
 
 
 class FacadeParameters(list[torch.Tensor]):
@@ -77,7 +80,6 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def __init__(
         self,
-        trainer: FacadeOwner,
         optimizers: Sequence[torch.optim.Optimizer],
         members: Sequence[Sequence[torch.Tensor]],
         user: UserOptimizer | None,
@@ -90,7 +92,7 @@ class OptimizerFacade(torch.optim.Optimizer):
         user: the user's instance, whose options count too. withheld: why the parameters must not be
         accessed, "" if they may. final: gradients after a backward are already reduced over ranks.
         """
-        self._trainer = weakref.ref(trainer)
+        self._owner: Callable[[], FacadeOwner | None] = lambda: None
         self._optimizers = tuple(optimizers)
         self._withheld, self._final = withheld, final
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
@@ -110,6 +112,10 @@ class OptimizerFacade(torch.optim.Optimizer):
         replace_step(self, OptimizerFacade._step)
         if user is not None and user.followed:
             _redirect_calls(user.instance, self)
+
+    def attach(self, owner: FacadeOwner) -> None:
+        """Forward calls to the pipeline of the trainer."""
+        self._owner = weakref.ref(owner)
 
     def __repr__(self) -> str:
         """Return the class of the optimizer, and the options of each group."""
@@ -174,14 +180,14 @@ class OptimizerFacade(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients."""
-        self._get_trainer().zero_grad()
+        self._get_owner().zero_grad()
 
     def _step(self, closure: Callable[[], float] | None = None) -> None:
         """Update with the gradients of :meth:`~fxpart.runtime.trainer.Trainer.backward`."""
         if closure is not None:
             fix = "call step() without arguments"
             raise _make_error("step(closure)", "a trainer computes the loss itself", fix)
-        self._get_trainer().step_by_hand()
+        self._get_owner().step_by_hand()
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Raise FXP115."""
@@ -233,11 +239,11 @@ class OptimizerFacade(torch.optim.Optimizer):
         groups = [] if self._user is None else self._user.param_groups
         return [len(group["params"]) for group in groups]
 
-    def _get_trainer(self) -> FacadeOwner:
-        trainer = self._trainer()
-        if trainer is None or self.closed:
+    def _get_owner(self) -> FacadeOwner:
+        owner = self._owner()
+        if owner is None or self.closed:
             raise _make_error("a call", "its trainer is closed", "create another trainer")
-        return trainer
+        return owner
 
     def _touch(self) -> None:
         if self._withheld:
@@ -300,7 +306,7 @@ def _redirect_calls(instance: torch.optim.Optimizer, facade: OptimizerFacade) ->
     def follows(name: str) -> Callable[..., Any]:
         def call(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             live = found()
-            if live is None or live.closed or live._trainer() is None:
+            if live is None or live.closed or live._owner() is None:
                 return getattr(type(self), name)(self, *args, **kwargs)
             return getattr(live, name)(*args, **kwargs)
 

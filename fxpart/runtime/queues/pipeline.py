@@ -55,18 +55,19 @@ class QueuePipeline(UnflushedPipeline):
         self._pending_requests: deque[tuple[int, tuple[tuple[int, int], ...]]] = deque()
         self._barriers_entered = self._barriers_released = -1
         self._lost_at_barrier: tuple[int, ...] = ()
-        self._ranks_of_replicas = [row[0] for row in trainer._ranks]
+        parts = self._parts
+        self._ranks_of_replicas = [row[0] for row in parts.ranks]
         self._wait_mark = self.events.mark("messages of other ranks", "wait", peer=ALL)
         self._step_end_mark = self.events.mark(STEP, "end")
         layout = ReplicaGroupGraph.of(self.spec)
-        self.dealt = get_staleness_by_group(trainer.options, len(layout.groups))
+        self.dealt = get_staleness_by_group(parts.options, len(layout.groups))
         placed = resolve_schedule(
-            trainer.options.schedule, self.spec, get_pipeline_ranks(trainer._ranks, 0),
-            trainer.microbatches, self._transport.ranks,
+            parts.options.schedule, self.spec, get_pipeline_ranks(parts.ranks, 0),
+            parts.options.microbatches, self._transport.ranks,
         )  # fmt: skip
         queues = layout.queues(placed)
         first = 0 in self._transport.local
-        self.dispatcher = Dispatcher(queues, self.dealt, trainer.options.warm_up) if first else None
+        self.dispatcher = Dispatcher(queues, self.dealt, parts.options.warm_up) if first else None
         self._messenger: ReplicaMessenger
         if isinstance(self._transport, FaultTolerantTransport):
             self._messenger = self._transport.wire
@@ -75,11 +76,11 @@ class QueuePipeline(UnflushedPipeline):
             assert self.dispatcher is not None, "one process has all ranks"
             self._messenger = InMemoryMessenger(self.dispatcher)
         self._workers = {
-            stage: make_worker(trainer, self._messenger, stage, layout, self.dealt)
-            for stage in trainer._mesh_ranks[0].modules
+            stage: make_worker(parts, self._optimizers, self._messenger, stage, layout, self.dealt)
+            for stage in parts.mesh_ranks[0].modules
         }
         self.update_options = record_options(
-            self._transport, self._facade, trainer.options.scheduler,
+            self._transport, self._facade, parts.options.scheduler,
             [worker.weights for worker in self._workers.values()],
         )  # fmt: skip
         self._note_weights()
@@ -96,7 +97,7 @@ class QueuePipeline(UnflushedPipeline):
         otherwise that of the minibatch ``staleness`` calls before (largest of all groups).
         """
         call = self.submit(batch, accumulate=accumulate, local=local)
-        known = call - self._trainer.options.allowed(call)  # a rank may know later losses already
+        known = call - self._parts.options.allowed(call)  # a rank may know later losses already
         found = None
         while self.losses and self.losses[0][0] <= known:
             found = self.losses.popleft()[1]
@@ -116,10 +117,10 @@ class QueuePipeline(UnflushedPipeline):
                 why="any replica may compute any microbatch, so each rank needs all rows",
                 fix="pass the global batch on every rank",
             )  # fmt: skip
-        call = self._trainer.calls
+        call = self._parts.calls
         try:
-            self._trainer._apply_user_changes()
-            cut = self._feed.read(batch, self._trainer.microbatches)
+            self._agreement.apply_user_changes()
+            cut = self._feed.read(batch, self._parts.options.microbatches)
         except FxpartError as cause:
             self._stop_all(list(cause.problems))
         self.events.step = call + 1
@@ -130,22 +131,22 @@ class QueuePipeline(UnflushedPipeline):
         text = f"call {call}: {len(cut.rows)} microbatches of {sum(cut.rows)} rows {cut.sizes[0]}"
         text += f" optimizer options {self.update_options.digest}"
         for stage, worker in self._workers.items():
-            worker.begin(call, self._batch(stage, cut), text, self._trainer.request.mine)
+            worker.begin(call, self._batch(stage, cut), text, self._parts.request.mine)
         self._trainer.last_rows = sum(cut.rows)
-        self._trainer.calls += 1
-        self._work_until(call - self._trainer.options.allowed(call))
+        self._parts.calls += 1
+        self._work_until(call - self._parts.options.allowed(call))
         self.events.write(self._step_end_mark)
         return call
 
     def finish(self) -> None:
         """Complete all minibatches."""
         self._local.check_whole()
-        self._work_until(self._trainer.calls - 1)
+        self._work_until(self._parts.calls - 1)
 
     @property
     def in_flight(self) -> bool:
         """Return whether a minibatch has not been applied yet."""
-        return self._applied < self._trainer.calls
+        return self._applied < self._parts.calls
 
     def abort(self, cause: Exception) -> None:
         """Raise ``cause`` on every rank, in its next call."""
@@ -154,7 +155,7 @@ class QueuePipeline(UnflushedPipeline):
 
     def repeat(self) -> int:
         """Wait for the failure after :meth:`abort`."""
-        self._work_until(self._trainer.calls)
+        self._work_until(self._parts.calls)
         raise AssertionError("the training has ended")
 
     def record(self, baseline: int | None) -> NoReturn:
@@ -188,7 +189,7 @@ class QueuePipeline(UnflushedPipeline):
     @property
     def weight_mode(self) -> WeightMode:
         """The weights that a backward reads; "flush" if all staleness is 0."""
-        return self._trainer.options.mode if any(self.dealt) else weight_mode(FLUSH)
+        return self._parts.options.mode if any(self.dealt) else weight_mode(FLUSH)
 
     def restart(self, updates: int, calls: int) -> None:
         """Continue with this minibatch number; minibatches are numbered like calls."""
@@ -197,7 +198,7 @@ class QueuePipeline(UnflushedPipeline):
             worker.restart(calls)
         if self.dispatcher is not None:
             self.dispatcher.restart(calls)
-        self._updates, self._trainer.calls, self._applied = updates, calls, calls
+        self._updates, self._parts.calls, self._applied = updates, calls, calls
         self.reload_options()
         self.losses.clear()
         self._pending_requests.clear()
@@ -252,7 +253,7 @@ class QueuePipeline(UnflushedPipeline):
             numbers = [0] * len(self._ranks_of_replicas)
             for copy, number in self._pending_requests.popleft()[1]:
                 numbers[self._ranks_of_replicas[copy]] = number
-            self._trainer.request.store(numbers)
+            self._parts.request.store(numbers)
 
     def _work(self, done: Callable[[], bool]) -> None:
         """Process messages and compute what is ready, one replica after the other."""
@@ -271,7 +272,7 @@ class QueuePipeline(UnflushedPipeline):
                     self._local.broken = type(cause).__name__
                     raise
                 except Exception as cause:
-                    rank = self._trainer._ranks[worker.copy][0]
+                    rank = self._parts.ranks[worker.copy][0]
                     failure = StageFailure(rank, worker.doing, cause)
                     self._stop_all([failure.problem(_FIX)], cause)
             if not moved and not done():
@@ -307,7 +308,7 @@ class QueuePipeline(UnflushedPipeline):
         model.
         """
         self._local.check_whole()
-        self._work_until(self._trainer.calls - 1)
+        self._work_until(self._parts.calls - 1)
         self._barriers_entered += 1
         self._announce(BarrierArrival(self._barriers_entered))
         self._work(lambda: self._barriers_released >= self._barriers_entered)
@@ -318,8 +319,8 @@ class QueuePipeline(UnflushedPipeline):
     def _replace_lost(self, lost: tuple[int, ...]) -> None:
         """Let a living replica represent each lost one in calls that use the whole model."""
         groups = ReplicaGroupGraph.of(self.spec).groups
-        ranks = list(self._trainer._ranks)
-        modules = cast(dict[int, nn.Module], self._trainer._mesh_ranks[0].modules)
+        ranks = list(self._parts.ranks)
+        modules = cast(dict[int, nn.Module], self._parts.mesh_ranks[0].modules)
         successors: dict[int, int] = {}
         for group in groups:
             alive = [copy for copy in group if copy not in lost]
@@ -327,16 +328,16 @@ class QueuePipeline(UnflushedPipeline):
         if isinstance(self._transport, FaultTolerantTransport):
             new_ranks = self._transport.shrink([self._ranks_of_replicas[copy] for copy in lost])
             ranks = [(new_ranks.get(rank, 0),) for rank in self._ranks_of_replicas]
-            devices = {self._transport.local[0]: next(iter(self._trainer._devices.values()))}
-            self._trainer._devices = devices
+            devices = {self._transport.local[0]: next(iter(self._parts.devices.values()))}
+            self._parts.devices = devices
         for copy, successor in successors.items():
             ranks[copy] = ranks[successor]
             modules.pop(copy, None)
             if successor in modules:
                 modules[copy] = modules[successor]
         self.lost = lost
-        self._trainer._replace_ranks(tuple(ranks), lost)
-        self._state = self._trainer._state
+        self._parts.replace_ranks(tuple(ranks))
+        self._optimizers.drop(lost)
 
     # -- inner ----------------------------------------------------------------------------------
 
@@ -344,11 +345,11 @@ class QueuePipeline(UnflushedPipeline):
         self.weights = {(stage, 0): worker.weights for stage, worker in self._workers.items()}
 
     def _batch(self, stage: int, cut: MicrobatchSplit) -> StepInput:
-        trainer = self._trainer
-        rank = trainer._ranks[stage][0]
-        names = find_used_inputs(trainer._mesh_ranks, trainer._ranks, rank)
-        inputs = cut.taken(names, trainer._devices[rank])
-        return StepInput(inputs, cut.sizes, cut.weights, trainer._keys(cut))
+        parts = self._parts
+        rank = parts.ranks[stage][0]
+        names = find_used_inputs(parts.mesh_ranks, parts.ranks, rank)
+        inputs = cut.taken(names, parts.devices[rank])
+        return StepInput(inputs, cut.sizes, cut.weights, parts.keys(cut))
 
 
 def _to_rows(problems: list[Problem]) -> tuple[tuple[str, str, str, str], ...]:

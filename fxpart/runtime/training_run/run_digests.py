@@ -35,7 +35,7 @@ def digest_determinants(fit: FitLoop) -> str:
     trainer = fit.trainer
     if not trainer.repeats:
         return ""
-    kinds = sorted({device.type for device in trainer._devices.values()})
+    kinds = sorted({device.type for device in trainer.parts.devices.values()})
     exact = kinds == ["cpu"] or torch.are_deterministic_algorithms_enabled()
     text = (
         f"{trainer.plan_text} {fit.transport.ranks} {len(fit.transport.local)} "

@@ -60,7 +60,7 @@ def test_a_checkpoint_counts_every_update(mode: str, stages: int, tmp_path: Path
 
 def look(trainer: Trainer) -> None:
     """Evaluate; modules made by hand are those of training."""
-    modules = [m for mesh_rank in trainer._mesh_ranks for m in mesh_rank.modules.values()]
+    modules = [m for mesh_rank in trainer.parts.mesh_ranks for m in mesh_rank.modules.values()]
     for module in modules:
         module.eval()
     trainer.eval_step(batch(seed=3))

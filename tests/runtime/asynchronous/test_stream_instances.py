@@ -91,7 +91,7 @@ def test_rates_of_an_instance_count_by_update(where: str) -> None:
     make = lambda o: lr_scheduler.ExponentialLR(o, 0.5)  # noqa: E731
     trainer = program(net, 4).trainer(given, **({"scheduler": make} if where == "option" else {}))
     rates: list[list[float]] = []
-    for each in trainer.optimizers.values():
+    for each in trainer.optimizers.by_place.values():
         mine: list[float] = []
         rates.append(mine)
         each.register_step_pre_hook(lambda o, a, k, mine=mine: mine.append(o.param_groups[0]["lr"]))

@@ -35,7 +35,7 @@ def stream(stages: int = 4, optimizer: str = "sgd", **options: Any) -> Trainer:
 def watched(trainer: Trainer, option: str = "lr") -> list[list[Any]]:
     """The option at each update, by stage."""
     found: list[list[Any]] = []
-    for each in trainer.optimizers.values():
+    for each in trainer.optimizers.by_place.values():
         mine: list[Any] = []
         found.append(mine)
 
@@ -289,7 +289,7 @@ def test_clearing_gradients_between_calls_changes_nothing() -> None:
     assert b.optimizer is not None
     run(b, lambda call: b.optimizer.zero_grad())  # type: ignore[union-attr]
     assert bits(a.state_dict()) == bits(b.state_dict())
-    assert set(b.optimizer.state) == {p for o in b.optimizers.values() for p in o.state}
+    assert set(b.optimizer.state) == {p for o in b.optimizers.by_place.values() for p in o.state}
 
 
 def test_step_hooks_look_and_do_not_touch() -> None:

@@ -143,9 +143,9 @@ def test_weights_are_read_and_written_between_streams_only() -> None:
         for p in group["params"]:
             p.data.mul_(0.0)
     state = trainer.state_dict()
-    trained = {n for n, e in trainer._state.entries.items() if e.trainable}
+    trained = {n for n, e in trainer.parts.state.entries.items() if e.trainable}
     assert all(not state[name].any() for name in trained)
-    for hand in trainer._mesh_ranks[
+    for hand in trainer.parts.mesh_ranks[
         0
     ].modules.values():  # holders of shared parameters have them too
         assert not any(p.any() for p in hand.parameters())

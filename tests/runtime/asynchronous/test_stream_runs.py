@@ -195,7 +195,7 @@ def test_schedulers_follow_their_own_updates() -> None:
     trainer = stream(scheduler=schedule, microbatches=1)
     for seed in range(6):
         trainer.step(batch(seed=seed))
-    rates = [each.param_groups[0]["lr"] for each in trainer.optimizers.values()]
+    rates = [each.param_groups[0]["lr"] for each in trainer.optimizers.by_place.values()]
     assert rates == [0.1 * 0.5**n for n in (3, 4, 5, 6)]
 
 
@@ -205,7 +205,7 @@ def test_lanes_have_one_version() -> None:
         lambda: language((1, 1, 1, 1), dropout=0.0), 2, 0, weights="spectrain", microbatches=2
     )
     assert len(losses_of(made, [batch(seed=s) for s in range(6)])) == 6
-    for name, entry in made._state.entries.items():
+    for name, entry in made.parts.state.entries.items():
         if entry.trainable:
             found = {t.detach().numpy().tobytes() for t in entry.owned().values()}
             assert len(found) == 1, name

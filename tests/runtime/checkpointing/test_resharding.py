@@ -136,7 +136,7 @@ def test_frozen_parameters_go_along(tmp_path: Path) -> None:
         old.save_checkpoint(root)
         new = pipeline(other, frozen=True)
         with torch.no_grad():
-            for entry in new._state.entries.values():
+            for entry in new.parts.state.entries.values():
                 for copy in entry.copies.values():
                     copy.zero_()
         new.load_checkpoint(root)

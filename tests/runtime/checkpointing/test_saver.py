@@ -70,7 +70,7 @@ def test_staging_is_used_again() -> None:
     ]
     assert places[0] == places[1]
     (piece,) = [p for p in take_snapshot(trainer).pieces[0] if p.key == "model/up.bias"]
-    parameter = trainer._state.entries["up.bias"].copies[0, 0]
+    parameter = trainer.parts.state.entries["up.bias"].copies[0, 0]
     assert piece.data.ctypes.data == parameter.data_ptr()  # type: ignore[union-attr]
 
 
@@ -315,7 +315,7 @@ def test_buffers_that_are_not_saved_with_the_model_go_on(tmp_path: Path) -> None
     def made() -> StatefulTrainer:
         trainer = pipeline("two")
         for name in ("norm.running_mean", "norm.running_var"):
-            entry = trainer._state.entries[name]
+            entry = trainer.parts.state.entries[name]
             spec = entry.spec.__class__(
                 **{f: getattr(entry.spec, f) for f in entry.spec.__struct_fields__}
                 | {"persistent": False}
@@ -329,7 +329,7 @@ def test_buffers_that_are_not_saved_with_the_model_go_on(tmp_path: Path) -> None
     new.load_checkpoint(tmp_path)
     assert "norm.running_mean" not in new.state_dict()
     for name in ("norm.running_mean", "norm.running_var"):
-        mine, theirs = (next(iter(t._state.entries[name].copies.values())) for t in (new, old))
+        mine, theirs = (next(iter(t.parts.state.entries[name].copies.values())) for t in (new, old))
         assert torch.equal(mine, theirs)
         assert mine.abs().sum() > 0
 

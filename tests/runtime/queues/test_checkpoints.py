@@ -148,7 +148,7 @@ def test_schedulers_go_on(tmp_path: Path) -> None:
     first.save_checkpoint(tmp_path)
     second.load_checkpoint(tmp_path)
     assert losses + train(second, SAVED, len(ROWS)) == pytest.approx(wanted, rel=1e-6)
-    rates = {group["lr"] for o in second.optimizers.values() for group in o.param_groups}
+    rates = {group["lr"] for o in second.optimizers.by_place.values() for group in o.param_groups}
     assert rates == {0.1 / 8}
     for made in (whole, first, second):
         made.close()

@@ -74,7 +74,7 @@ def test_on_ranks_too(pool: Pool) -> None:
 def test_every_copy_updates_with_the_rate_of_the_minibatch(staleness: int) -> None:
     made = trainer(plan((2, 1)), SGD, staleness=staleness)
     rates: list[list[float]] = []
-    for each in made.optimizers.values():
+    for each in made.optimizers.by_place.values():
         mine: list[float] = []
         rates.append(mine)
         each.register_step_pre_hook(lambda o, a, k, mine=mine: mine.append(o.param_groups[0]["lr"]))

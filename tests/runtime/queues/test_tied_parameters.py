@@ -132,7 +132,7 @@ def same_bits(made: Any) -> None:
     for stage, worker in made.pipeline._workers.items():
         for state in made.spec.stages[stage].state:
             if state.requires_grad:
-                own = made._state.entries[state.name].copies[stage, 0]
+                own = made.parts.state.entries[state.name].copies[stage, 0]
                 assert any(own is each for each in worker._parameters.all)
                 held.setdefault(state.name, []).append(own)
     assert any(len(each) > 1 for each in held.values())

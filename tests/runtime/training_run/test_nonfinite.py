@@ -26,7 +26,7 @@ ADAM = partial(torch.optim.AdamW, lr=0.01)
 
 def poisoned(trainer: Any, kind: str, bad: tuple[int, ...], count: int = 12) -> Any:
     """Batches; before a bad one is read, the module is set to fail in its backward or forward."""
-    weight = dict(trainer._state.parameters())["head.weight"]
+    weight = dict(trainer.parts.state.parameters())["head.weight"]
     factor = {"on": 1.0}
     if kind == "gradient":
         weight.register_hook(lambda grad: grad * factor["on"])
@@ -266,10 +266,10 @@ def test_large_gradients_are_finite() -> None:
     """Their norm is not."""
     trainer = new_trainer(optimizer=ADAM)
     trainer.backward(batch(seed=1))
-    for _, parameter in trainer._state.parameters():
+    for _, parameter in trainer.parts.state.parameters():
         parameter.grad.fill_(3e38)
     assert nonfinite_guard._find_nonfinite_gradient(trainer) == ""
-    name, parameter = list(trainer._state.parameters())[-1]
+    name, parameter = list(trainer.parts.state.parameters())[-1]
     parameter.grad.view(-1)[0] = math.inf
     assert nonfinite_guard._find_nonfinite_gradient(trainer) == name
     trainer.close()

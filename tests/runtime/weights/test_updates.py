@@ -45,20 +45,10 @@ def steps(module: nn.Module, weights: StageWeights, count: int, k: int = 0) -> N
             module.zero_grad()
 
 
-class Alone:
-    """No trainer."""
-
-    def step_by_hand(self) -> None:
-        """Not called."""
-
-    def zero_grad(self) -> None:
-        """Not called."""
-
-
 def test_a_guarded_update_counts_and_changes_nothing() -> None:
     module, optimizer, weights = stage("stash", guard=True)
     halving = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    shown = StageOptimizerFacade(Alone(), [optimizer], [list(module.parameters())], None)
+    shown = StageOptimizerFacade([optimizer], [list(module.parameters())], None)
     shown.submitted()
     options = UpdateOptions(shown, halving)
     weights.follow(options)
