@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from fxpart.schedule.weight_modes import WeightMode
     from fxpart.solver.joint.problem import JointProblem
     from fxpart.solver.progress import Progress
-    from fxpart.verification.comparison import Verification
+    from fxpart.verification.verification_result import Verification
 
 
 @dataclass(frozen=True, repr=False)

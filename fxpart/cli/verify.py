@@ -12,7 +12,7 @@ from fxpart.cli.options import CommandLineRequest, compile_options, json_option
 from fxpart.errors import EXIT_DIFFERENCE
 
 if TYPE_CHECKING:
-    from fxpart.verification.comparison import ParameterDifference, Verification
+    from fxpart.verification.verification_result import ParameterDifference, Verification
 
 SHOWN = 12
 

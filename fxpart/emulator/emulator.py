@@ -210,7 +210,7 @@ class _EmulatorRun:
             **{name: value for name, value in options.items() if value is not None},
         )
         assert isinstance(self.trainer.pipeline, AsyncPipeline), "an emulation has no flushes"
-        self.snapshots.follow(self.trainer.pipeline.stage_weights)
+        self.snapshots.follow(self.trainer.pipeline.stages.weights)
         self.seed = options["seed"]
         self.optimizer = describe_optimizer(optimizer)
         self.losses: list[float] = []

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.diagnostics.rank_event import ALL
 from fxpart.errors import error
+from fxpart.plan.offload import offloads_activations
 from fxpart.program.edges import find_stage_edges
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.instruction import BackwardHooks, StageFailure, StepInput
-from fxpart.runtime.executor.local_executors import LocalExecutors
-from fxpart.runtime.executor.recompute import Mode
 from fxpart.runtime.executor.routes import find_routes
 from fxpart.runtime.executor.step_executor import StepExecutor
 from fxpart.runtime.gradients.tied_parameters import find_tied_transfers
@@ -37,13 +36,15 @@ from fxpart.runtime.transport.agreement import (
 )
 from fxpart.runtime.transport.interface import (
     PeerLostError,
-    Transport,
     bits_to_float,
     float_to_bits,
 )
 from fxpart.schedule.action import Action, Schedule
 from fxpart.schedule.make import make
 from fxpart.schedule.measured_timeline import AGREE, END
+
+if TYPE_CHECKING:
+    from fxpart.runtime.trainer_parts import TrainerParts
 
 
 @dataclass(frozen=True)
@@ -66,37 +67,30 @@ class PipelineEngine:
 
     def __init__(
         self,
+        parts: TrainerParts,
         mesh_ranks: Sequence[MeshRank],
-        ranks: Ranks,
-        transport: Transport,
-        devices: Mapping[int, torch.device],
-        *,
         schedule: str | Schedule,
-        local: LocalExecutors,
         hooks: Callable[[int], BackwardHooks | None] | None = None,
-        recompute: Mapping[int, Mode] | None = None,
-        offload: bool = False,
-        events: FlightRecorder | None = None,
     ) -> None:
         """Open the routes of the program; every rank must create the engine at the same time.
 
-        mesh_ranks: this process's mesh ranks. ranks: of each stage and mesh rank. local: runs
-        the executors. hooks: returns per mesh rank the hooks around backwards. recompute: by stage,
-        the recompute mode. offload: whether activations wait in host memory. events: the recorder
-        of actions.
+        mesh_ranks: this process's mesh ranks of the program, on the ranks of the trainer. hooks:
+        returns per mesh rank the hooks around backwards.
         """
         self.spec = mesh_ranks[0].spec
+        transport, devices, options = parts.transport, parts.devices, parts.options
         with convert_transport_errors(transport, "connecting the ranks"):
-            transport.open(find_routes(self.spec, ranks), devices[transport.local[0]])
+            transport.open(find_routes(self.spec, parts.ranks), devices[transport.local[0]])
         self._mesh_ranks = tuple(mesh_ranks)
-        self._ranks = ranks
+        self._ranks = parts.ranks
         self._transport = transport
         self._devices = devices
         self._schedule = schedule
-        self._local = local
+        self._local = parts.local
         self._hooks = hooks
-        self._recompute, self._offload = dict(recompute or {}), offload
-        self._events = FlightRecorder(transport.local[0], 64) if events is None else events
+        self._recompute = options.recomputes(len(self.spec.stages))
+        self._offload = offloads_activations(options.offload)
+        self._events = parts.events
         self._agrees = self._events.mark(AGREE, "wait", peer=ALL)
         self._ends = self._events.mark(END, "wait", peer=ALL)
         # The host's clock measures computation on a CPU, but only the launch of kernels on a GPU.
@@ -107,7 +101,9 @@ class PipelineEngine:
             for stage in self.spec.stages
             if self.spec.loss in [v.name for v in stage.outputs]
         ]
-        self._used = {rank: find_used_inputs(mesh_ranks, ranks, rank) for rank in transport.local}
+        self._used = {
+            rank: find_used_inputs(mesh_ranks, parts.ranks, rank) for rank in transport.local
+        }
         self._recorder: Recorder | None = None
         self._exchange = transport.exchange
         self.busy: tuple[int, ...] = ()

@@ -245,7 +245,7 @@ class Inference(TrainerBase):
                 for mesh_rank in mesh_ranks:
                     self.parts.meshes.attach(mesh_rank.index, mesh_rank.modules)
             source = self.parts.make_source(mesh_ranks)
-            engine = self.parts.make_engine(mesh_ranks, "forward")
+            engine = PipelineEngine(self.parts, mesh_ranks, "forward")
             self._programs[call] = ForwardProgram(source, engine, outputs)
         return self._programs[call]
 

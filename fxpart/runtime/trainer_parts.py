@@ -12,7 +12,6 @@ from torch import nn
 from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.diagnostics.rank_event import LEFT
 from fxpart.errors import error
-from fxpart.plan.offload import offloads_activations
 from fxpart.program.spec import ProgramSpec
 from fxpart.rng import RepeatedKey, microbatch_key
 from fxpart.runtime.batch.batch_agreement import BatchSource
@@ -21,7 +20,6 @@ from fxpart.runtime.batch.loss_divisors import LossDivisors
 from fxpart.runtime.batch.mesh_rank_batch import GlobalBatchReader
 from fxpart.runtime.engine import PipelineEngine, resolve_schedule
 from fxpart.runtime.executor.cuda_graphs import graph_stages
-from fxpart.runtime.executor.instruction import BackwardHooks
 from fxpart.runtime.executor.local_executors import LocalExecutors
 from fxpart.runtime.executor.torch_compile import (
     StageCompiler,
@@ -48,7 +46,7 @@ from fxpart.runtime.trainer_options import TrainerOptions, check_program
 from fxpart.runtime.transport.agreement import agree
 from fxpart.runtime.transport.interface import Transport
 from fxpart.runtime.transport.rank_request import RankRequest
-from fxpart.schedule.action import ActionKind, Schedule
+from fxpart.schedule.action import ActionKind
 
 T = TypeVar("T")
 
@@ -124,7 +122,7 @@ class TrainerParts:
         self.divisors = LossDivisors(spec, self.state, self.unused)
         self.accumulation = GradientAccumulation()
         self.source = self.make_source(self.mesh_ranks)
-        self.engine = self.make_engine(self.mesh_ranks, schedule, hooks=self.shards.hooks)
+        self.engine = PipelineEngine(self, self.mesh_ranks, schedule, self.shards.hooks)
 
     @property
     def is_alone(self) -> bool:
@@ -167,26 +165,6 @@ class TrainerParts:
         """Return a reader of the batches of a program."""
         reader = GlobalBatchReader(mesh_ranks, self.divisors.values)
         return BatchSource(reader, self.options.microbatches)
-
-    def make_engine(
-        self,
-        mesh_ranks: Sequence[MeshRank],
-        schedule: str | Schedule,
-        hooks: Callable[[int], BackwardHooks | None] | None = None,
-    ) -> PipelineEngine:
-        """Return an engine of a program on the same ranks."""
-        return PipelineEngine(
-            mesh_ranks,
-            self.ranks,
-            self.transport,
-            self.devices,
-            schedule=schedule,
-            local=self.local,
-            hooks=hooks,
-            recompute=self.options.recomputes(len(self.spec.stages)),
-            offload=offloads_activations(self.options.offload),
-            events=self.events,
-        )
 
     def note_written(self) -> None:
         """Note that parameters were written by others than the optimizers."""

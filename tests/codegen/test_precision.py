@@ -22,7 +22,7 @@ from fxpart.compiler import PassManager
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.training.trainer_factory import load_trainer
-from fxpart.verification.comparison import relative
+from fxpart.verification.verification_result import relative
 
 pytestmark = pytest.mark.slow  # whole models are captured
 STAGES = 3

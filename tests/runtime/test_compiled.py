@@ -20,7 +20,7 @@ from fxpart.api import Program
 from fxpart.errors import FxpartError
 from fxpart.runtime.executor import torch_compile
 from fxpart.runtime.executor.torch_compile import StageCompilation
-from fxpart.verification.comparison import relative
+from fxpart.verification.verification_result import relative
 
 pytestmark = pytest.mark.slow  # torch.compile takes seconds
 EVEN, UNEVEN = (8, 8), (8, 7, 5, 6, 8)  # rows of each step's batch, cut into two microbatches

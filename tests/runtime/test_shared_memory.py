@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool, RankError
 
-from fxpart.runtime.transport import shared_memory
+from fxpart.runtime.transport import shared_memory_peer
 from fxpart.runtime.transport.interface import (
     BACKWARD,
     FORWARD,
@@ -29,7 +29,8 @@ from fxpart.runtime.transport.interface import (
     TransferTimeoutError,
 )
 from fxpart.runtime.transport.process_group_transport import ProcessGroupTransport
-from fxpart.runtime.transport.shared_memory import AHEAD, SharedMemory, connect_shared_memory
+from fxpart.runtime.transport.shared_memory import SharedMemory, connect_shared_memory
+from fxpart.runtime.transport.shared_memory_peer import AHEAD
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -293,9 +294,9 @@ def test_without_shared_memory_all_fall_back(monkeypatch: pytest.MonkeyPatch, la
     elif lack == "map":
         monkeypatch.setattr(mmap, "mmap", refuse)
     else:
-        kept, count = shared_memory.map_region, iter(range(100))
+        kept, count = shared_memory_peer.map_region, iter(range(100))
         monkeypatch.setattr(
-            shared_memory, "map_region", lambda *a: refuse() if next(count) == 2 else kept(*a)
+            shared_memory_peer, "map_region", lambda *a: refuse() if next(count) == 2 else kept(*a)
         )
     assert play(3, lambda rank, memory: memory) == [None] * 3
 

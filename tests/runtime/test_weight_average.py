@@ -139,7 +139,7 @@ def test_of_stages_that_update_alone(tmp_path: Path) -> None:
                 mean = expected.get(name)
                 expected[name] = weight if mean is None else DECAY * mean + (1 - DECAY) * weight
 
-    for (stage, _), weights in trainer.pipeline.stage_weights.items():
+    for (stage, _), weights in trainer.pipeline.stages.weights.items():
         weights.listeners.append(lambda updates, stage=stage: follow(stage))
     for step in range(6):
         trainer.step(batch(step))

@@ -15,7 +15,7 @@ from zoo import ZOO
 import fxpart
 from fxpart.api import Program
 from fxpart.capture.flat_batch import flatten_batch, unflatten_batch
-from fxpart.verification.comparison import TOLERANCE, Verification
+from fxpart.verification.verification_result import TOLERANCE, Verification
 
 STEPS = 3
 # BatchNorm over a few pixels: the last bit of a weight changes the third step's gradients wholly,

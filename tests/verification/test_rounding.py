@@ -16,10 +16,11 @@ from fxpart.api import Program
 from fxpart.cli.verify import describe
 from fxpart.compat.optimizer_choice import choose
 from fxpart.verification import comparison, rounding_error
-from fxpart.verification.comparison import TOLERANCE, PartitionedRun, Verification, relative
+from fxpart.verification.comparison import PartitionedRun
 from fxpart.verification.float64 import Float64Mode, LowPrecisionInputError, to_float64
 from fxpart.verification.rounding_error import FACTOR, Convert, RoundingBounds, measure_rounding
 from fxpart.verification.single_process import SingleProcessTrainer
+from fxpart.verification.verification_result import TOLERANCE, Verification, relative
 
 ATEN = torch.ops.aten
 WORDS, WIDTH, ROWS, LENGTH = 200, 64, 24, 32

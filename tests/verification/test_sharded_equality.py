@@ -20,7 +20,8 @@ from zoo import ZOO
 import fxpart
 from fxpart.api import Program
 from fxpart.compat.optimizer_choice import choose
-from fxpart.verification.comparison import TOLERANCE, compare, verify
+from fxpart.verification.comparison import compare, verify
+from fxpart.verification.verification_result import TOLERANCE
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from fxpart.diagnostics.rank_event import ALL, STEP
 from fxpart.errors import FxpartError
 from fxpart.runtime.asynchronous.call_status import CallStatusQueue, convert_bits_to_float
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
-from fxpart.runtime.asynchronous.stage_group import build_stages
+from fxpart.runtime.asynchronous.stage_group import AsyncStageGroup
 from fxpart.runtime.asynchronous.stage_optimizers import record_options
 from fxpart.runtime.asynchronous.stage_report import StageReport, gather_stage_reports
 from fxpart.runtime.asynchronous.status_builder import (
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class AsyncPipeline(UnflushedPipeline):
     """Runs stages by asynchronous 1F1B.
 
-    versions: the weight versions that computations read. stages: of this process. stage_weights:
-    their weights. always_flush: whether every minibatch is flushed from now on.
+    versions: the weight versions that computations read. stages: of this process. always_flush:
+    whether every minibatch is flushed from now on.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -59,15 +59,13 @@ class AsyncPipeline(UnflushedPipeline):
         FXP109 for a weight mode that does not support the number of microbatches.
         """
         super().__init__(trainer)
-        self._layout = AsyncStageGraph.of(self.spec)
-        self.versions = WeightVersionCounters(self._layout.ahead, self._parts.options.microbatches)
+        parts, layout = self._parts, AsyncStageGraph.of(self.spec)
+        self.versions = WeightVersionCounters(layout.ahead, parts.options.microbatches)
         self.versions.check(self.weight_mode)
-        weights, self.stages = build_stages(
-            self._parts, self._optimizers, self._layout, self.versions
-        )
-        self.weights = self.stage_weights = weights
+        self.stages = AsyncStageGroup(parts, self._optimizers, layout, self.versions)
+        self.weights = self.stages.weights
         self.update_options = record_options(
-            self._transport, self._facade, self._parts.options.scheduler, weights.values()
+            self._transport, self._facade, parts.options.scheduler, self.stages.weights.values()
         )
         self._statuses = CallStatusQueue(self._transport)
         self._shapes: Mapping[str, Shape] = {}
@@ -92,7 +90,8 @@ class AsyncPipeline(UnflushedPipeline):
         self._refuse_accumulation(accumulate)
         self.require_loss()
         self._local.check_whole()
-        self._check_total()
+        if self._parts.calls == 0 and self._needs_total:
+            warnings.warn(explain_unknown_total(self.weight_mode.name), stacklevel=5)
         cut = self._split_batch(batch, local)
         closing = self._needs_flush(cut)
         self._run(cut, closing=closing)
@@ -139,14 +138,14 @@ class AsyncPipeline(UnflushedPipeline):
         if not self._has_in_flight and self._needs_total:
             agree(self._transport, "the length of the run", lambda: (True, str(updates)))
             if updates is not None:
-                for weights in self.stage_weights.values():
+                for weights in self.stages.weights.values():
                     weights.total = self.updates + updates
 
     @property
     def _needs_total(self) -> bool:
         """Whether the learning rate is annealed over an unknown number of updates."""
         discounted = self._parts.options.mode.discount and max(self.staleness) > 1
-        return discounted and any(w.total is None for w in self.stage_weights.values())
+        return discounted and any(w.total is None for w in self.stages.weights.values())
 
     def restart(self, updates: int, calls: int) -> None:
         """Start with an empty pipeline after this many updates and calls."""
@@ -159,7 +158,7 @@ class AsyncPipeline(UnflushedPipeline):
     @property
     def counters(self) -> dict[int, StageCounters]:
         """Counters of each stage of this process since the last flush, by stage."""
-        return {stage: w.counters() for (stage, _), w in self.stage_weights.items()}
+        return {stage: w.counters() for (stage, _), w in self.stages.weights.items()}
 
     def report(self) -> tuple[StageReport, ...]:
         """Report staleness, weight versions and prediction errors of all stages.
@@ -175,7 +174,7 @@ class AsyncPipeline(UnflushedPipeline):
                 weights,
                 self.stages.executors[stage, mesh_rank].computed,
             )
-            for (stage, mesh_rank), weights in self.stage_weights.items()
+            for (stage, mesh_rank), weights in self.stages.weights.items()
             if mesh_rank == 0
         ]
         with convert_transport_errors(self._transport, "sharing reports"):
@@ -392,14 +391,9 @@ class AsyncPipeline(UnflushedPipeline):
         raise AllRanksError(problems) from (failures[0].cause if failures else None)
 
     def _report_fallback(self, call: int) -> None:
-        text = explain_flush_fallback(call)
-        warnings.warn(text, stacklevel=5)
+        warnings.warn(text := explain_flush_fallback(call), stacklevel=5)
         for listener in self.listeners:
             listener(text)
-
-    def _check_total(self) -> None:
-        if self._parts.calls == 0 and self._needs_total:
-            warnings.warn(explain_unknown_total(self._parts.options.mode.name), stacklevel=6)
 
 
 def _name_norm(stage: int) -> str:

@@ -12,6 +12,7 @@ from fxpart.diagnostics.rank_event import Phase
 from fxpart.program.edges import ValueEdge
 from fxpart.runtime.asynchronous.message_channel import (
     Form,
+    MessageRoute,
     ReceiveChannel,
     SendChannel,
     StageMessageHeader,
@@ -25,9 +26,8 @@ from fxpart.schedule.versions import WeightVersionCounters
 from fxpart.schedule.weight_modes import WeightMode
 
 AHEAD = 2  # receives posted beyond the sender's lead over the receiver
-ReceiveChannels = list[
-    tuple[int, StageMessageSpec, ReceiveChannel]
-]  # (other stage, message spec, channel)
+# (other stage, message spec, channel)
+ReceiveChannels = list[tuple[int, StageMessageSpec, ReceiveChannel]]
 SendChannels = list[tuple[int, StageMessageSpec, SendChannel]]
 
 
@@ -151,39 +151,36 @@ class StageChannels:
 
         return form
 
+    def _make_route(
+        self, spec: StageMessageSpec, source: int, target: int, channel: int
+    ) -> MessageRoute:
+        placement = self._placement
+        ends = (placement.ranks[source], placement.ranks[target], channel)
+        form = self._make_form(spec, source if channel == FORWARD else None)
+        return MessageRoute(placement.transport, ends, placement.device, form)
+
     def _make_receive_channels(
         self, specs: dict[Pair, StageMessageSpec], peers: Sequence[int], channel: int
     ) -> ReceiveChannels:
-        placement, found = self._placement, []
+        found = []
         for peer in peers:
-            spec, forward = specs[peer, self._stage], channel == FORWARD
-            ends = (placement.ranks[peer], placement.rank, channel)
-            form = self._make_form(spec, peer if forward else None)
-            ahead = self._posts(self._stage, peer, backward=not forward)
-            found.append(
-                (
-                    peer,
-                    spec,
-                    ReceiveChannel(placement.transport, ends, placement.device, form, ahead),
-                )
-            )
+            spec = specs[peer, self._stage]
+            route = self._make_route(spec, peer, self._stage, channel)
+            ahead = self._posts(self._stage, peer, backward=channel == BACKWARD)
+            found.append((peer, spec, ReceiveChannel(route, ahead)))
         return found
 
     def _make_send_channels(
         self, specs: dict[Pair, StageMessageSpec], peers: Sequence[int], channel: int
     ) -> SendChannels:
-        placement, found = self._placement, []
+        ahead, backward, found = self._layout.ahead, channel == BACKWARD, []
         for peer in peers:
-            spec, forward = specs[self._stage, peer], channel == FORWARD
-            ends = (placement.rank, placement.ranks[peer], channel)
-            form = self._make_form(spec, self._stage if forward else None)
-            ahead, backward = self._layout.ahead, not forward
-            window = (
-                1 if placement.alone else _count_lead(ahead, peer, self._stage, backward=backward)
-            )
-            found.append(
-                (peer, spec, SendChannel(placement.transport, ends, placement.device, form, window))
-            )
+            spec = specs[self._stage, peer]
+            route = self._make_route(spec, self._stage, peer, channel)
+            window = 1
+            if not self._placement.alone:
+                window = _count_lead(ahead, peer, self._stage, backward=backward)
+            found.append((peer, spec, SendChannel(route, window)))
         return found
 
     def _posts(self, receiver: int, sender: int, *, backward: bool) -> int:

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.errors import FxpartError
 from fxpart.runtime.asynchronous.stage_channels import AsyncStagePlacement, describe_transfers
 from fxpart.runtime.asynchronous.stage_executor import AsyncStageExecutor
 from fxpart.runtime.asynchronous.stage_graph import AsyncStageGraph
 from fxpart.runtime.asynchronous.stage_optimizers import collect_stage_parameters, set_stage_delays
-from fxpart.runtime.asynchronous.stage_updater import StageClipOptions, StageUpdater
+from fxpart.runtime.asynchronous.stage_updater import StageUpdater
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.engine import find_used_inputs
 from fxpart.runtime.executor.instruction import StepInput
-from fxpart.runtime.executor.local_executors import LocalExecutors
-from fxpart.runtime.executor.recompute import Mode
 from fxpart.runtime.executor.routes import place_routes
 from fxpart.runtime.executor.stage_signature import StageSignature
-from fxpart.runtime.mesh.mesh_ranks import MeshRank, Ranks, get_pipeline_ranks
+from fxpart.runtime.mesh.mesh_ranks import MeshRank, get_pipeline_ranks
 from fxpart.runtime.state.model_state import Place
 from fxpart.runtime.transport.agreement import convert_transport_errors
 from fxpart.runtime.transport.interface import (
     BACKWARD,
     FORWARD,
-    Transport,
 )
 from fxpart.runtime.weights import StageWeights
 from fxpart.schedule.asynchronous_channels import find_asynchronous_problems
@@ -44,63 +40,87 @@ Work = Callable[[AsyncStageExecutor], Iterator[None]]
 class AsyncStageGroup:
     """The stage executors of this process, interleaved within a mesh rank.
 
-    executors, updates: by stage and mesh rank.
+    weights, executors, updates: by stage and mesh rank.
     """
 
     def __init__(
         self,
-        mesh_ranks: Sequence[MeshRank],
-        ranks: Ranks,
-        transport: Transport,
-        devices: Mapping[int, torch.device],
+        parts: TrainerParts,
+        optimizers: TrainerOptimizers,
         layout: AsyncStageGraph,
         versions: WeightVersionCounters,
-        *,
-        weights: Mapping[Place, StageWeights],
-        updates: Mapping[Place, StageUpdater],
-        local: LocalExecutors,
-        recompute: Mapping[int, Mode],
-        events: FlightRecorder,
     ) -> None:
-        """Open the routes and create the executors.
-
-        Arguments as for :class:`fxpart.runtime.engine.PipelineEngine`.
-        """
+        """Open the routes and create the weights and the executor of every stage."""
+        transport = parts.transport
         pairs = [(*pair, FORWARD) for pair in layout.forward]
         pairs += [(*pair, BACKWARD) for pair in layout.backward]
         with convert_transport_errors(transport, "connecting the ranks"):
-            transport.open(place_routes(pairs, ranks), devices[transport.local[0]])
-        self._mesh_ranks = tuple(mesh_ranks)
-        self._devices = devices
-        self._transport = transport
-        self._local = local
-        self._used = {rank: find_used_inputs(mesh_ranks, ranks, rank) for rank in transport.local}
-        self.updates = dict(updates)
+            transport.open(place_routes(pairs, parts.ranks), parts.first_device)
+        self._parts, self._transport, self._local = parts, transport, parts.local
+        self._used = {
+            rank: find_used_inputs(parts.mesh_ranks, parts.ranks, rank) for rank in transport.local
+        }
+        self.weights: dict[Place, StageWeights] = {}
+        self.updates: dict[Place, StageUpdater] = {}
         self.executors: dict[Place, AsyncStageExecutor] = {}
-        alone = len(transport.local) == transport.ranks
-        if not alone:
-            self._verify_channels(layout, get_pipeline_ranks(ranks, 0))
-        for mesh_rank in mesh_ranks:
-            pipeline_ranks = get_pipeline_ranks(ranks, mesh_rank.index)
-            for stage, module in sorted(mesh_rank.modules.items()):
-                place, rank = (stage, mesh_rank.index), pipeline_ranks[stage]
-                placement = AsyncStagePlacement(
-                    rank,
-                    mesh_rank.index,
-                    pipeline_ranks,
-                    transport,
-                    devices[rank],
-                    alone,
-                    local.has_threads,
-                    events,
-                )
-                table = StageSignature.of(
-                    mesh_rank.spec, mesh_rank.spec.stages[stage], module, layout.found, False,
-                    recompute.get(stage, "none"),
-                )  # fmt: skip
-                self.executors[place] = AsyncStageExecutor(
-                    layout, table, placement, versions, weights[place], updates[place]
-                )
+        if not parts.is_alone:
+            self._verify_channels(layout, get_pipeline_ranks(parts.ranks, 0))
+        owned = collect_stage_parameters(parts.state, owned=True)
+        for mesh_rank in parts.mesh_ranks:
+            for stage in sorted(mesh_rank.modules):
+                place = stage, mesh_rank.index
+                parameters = [p for _, p in owned[place]]
+                self._add_weights(optimizers, versions, mesh_rank, stage, parameters)
+                self._add_executor(layout, versions, mesh_rank, stage)
+
+    def _add_weights(
+        self,
+        optimizers: TrainerOptimizers,
+        versions: WeightVersionCounters,
+        mesh_rank: MeshRank,
+        stage: int,
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        """Create the weights of a stage and their updates. parameters: those that it owns."""
+        parts, options, module = self._parts, self._parts.options, mesh_rank.modules[stage]
+        place = stage, mesh_rank.index
+        optimizer = optimizers.by_place[place]
+        set_stage_delays(optimizer, stage, options.mode, versions)
+        weights = self.weights[place] = StageWeights(
+            module, optimizer, options.mode, versions, stage,
+            total_updates=options.total_updates, guard=options.guard,
+        )  # fmt: skip
+        if options.watch:
+            weights.watch(options.watch)
+        entries = parts.state.entries.values()
+        total = sum(math.prod(entry.pieces.shape) for entry in entries if entry.trainable)
+        share = sum(parameter.numel() for parameter in parameters) / max(total, 1)
+        self.updates[place] = StageUpdater(
+            MeshRank(mesh_rank.index, mesh_rank.spec, {stage: module}), parts.shards, weights,
+            parameters, options, share=share, average=optimizers.average,
+        )  # fmt: skip
+
+    def _add_executor(
+        self,
+        layout: AsyncStageGraph,
+        versions: WeightVersionCounters,
+        mesh_rank: MeshRank,
+        stage: int,
+    ) -> None:
+        parts, spec, place = self._parts, mesh_rank.spec, (stage, mesh_rank.index)
+        pipeline_ranks = get_pipeline_ranks(parts.ranks, mesh_rank.index)
+        rank = pipeline_ranks[stage]
+        placement = AsyncStagePlacement(
+            rank, mesh_rank.index, pipeline_ranks, parts.transport, parts.devices[rank],
+            parts.is_alone, parts.local.has_threads, parts.events,
+        )  # fmt: skip
+        recompute = parts.options.recomputes(len(spec.stages)).get(stage, "none")
+        table = StageSignature.of(
+            spec, spec.stages[stage], mesh_rank.modules[stage], layout.found, False, recompute
+        )
+        self.executors[place] = AsyncStageExecutor(
+            layout, table, placement, versions, self.weights[place], self.updates[place]
+        )
 
     def _verify_channels(self, layout: AsyncStageGraph, stage_rank: Sequence[int]) -> None:
         """Raise FXP901 if the transfers could deadlock; equal for the other mesh ranks."""
@@ -115,9 +135,8 @@ class AsyncStageGroup:
         self, cuts: Sequence[MicrobatchSplit], keys: Sequence[int], *, closing: bool
     ) -> None:
         """Run one call on every stage. cuts: by mesh rank. closing: flush afterwards."""
-        parts = {
-            mesh_rank.index: cut for mesh_rank, cut in zip(self._mesh_ranks, cuts, strict=True)
-        }
+        own = [mesh_rank.index for mesh_rank in self._parts.mesh_ranks]
+        parts = dict(zip(own, cuts, strict=True))
 
         def work(executor: AsyncStageExecutor) -> Iterator[None]:
             cut = parts[executor.placement.mesh_rank]
@@ -150,57 +169,14 @@ class AsyncStageGroup:
         self, executor: AsyncStageExecutor, cut: MicrobatchSplit, keys: Sequence[int]
     ) -> StepInput:
         rank = executor.placement.rank
-        inputs = cut.taken(self._used[rank], self._devices[rank])
+        inputs = cut.taken(self._used[rank], self._parts.devices[rank])
         return StepInput(inputs, cut.sizes, cut.weights, keys)
 
     def _run(self, work: Work) -> None:
         self._local.check_whole()
-        mine: dict[int, list[AsyncStageExecutor]] = {each.index: [] for each in self._mesh_ranks}
+        own = [mesh_rank.index for mesh_rank in self._parts.mesh_ranks]
+        mine: dict[int, list[AsyncStageExecutor]] = {index: [] for index in own}
         for (_, mesh_rank), executor in sorted(self.executors.items()):
             mine[mesh_rank].append(executor)
         with self._local.watch(mine, "asynchronous training"):
             self._local.run(mine, lambda _, executor: work(executor))
-
-
-def build_stages(
-    parts: TrainerParts,
-    optimizers: TrainerOptimizers,
-    layout: AsyncStageGraph,
-    versions: WeightVersionCounters,
-) -> tuple[dict[Place, StageWeights], AsyncStageGroup]:
-    """Build the weights and the executor of every stage of this process."""
-    options, state = parts.options, parts.state
-    mine = collect_stage_parameters(state, owned=True)
-    total = sum(
-        math.prod(entry.pieces.shape) for entry in state.entries.values() if entry.trainable
-    )
-    weights: dict[Place, StageWeights] = {}
-    updates: dict[Place, StageUpdater] = {}
-    for mesh_rank in parts.mesh_ranks:
-        for stage, module in sorted(mesh_rank.modules.items()):
-            place = stage, mesh_rank.index
-            optimizer = optimizers.by_place[place]
-            set_stage_delays(optimizer, stage, options.mode, versions)
-            weights[place] = StageWeights(
-                module, optimizer, options.mode, versions, stage,
-                total_updates=options.total_updates, guard=options.guard,
-            )  # fmt: skip
-            if options.watch:
-                weights[place].watch(options.watch)
-            numel = sum(parameter.numel() for _, parameter in mine[place])
-            clipping = StageClipOptions(
-                options.clip_norm, options.clip, options.clip_value, numel / max(total, 1)
-            )
-            updates[place] = StageUpdater(
-                MeshRank(mesh_rank.index, mesh_rank.spec, {stage: module}),
-                parts.shards, weights[place],
-                [p for _, p in mine[place]], clipping,
-                norms=options.log_grad_norm, average=optimizers.average,
-            )  # fmt: skip
-    stages = AsyncStageGroup(
-        parts.mesh_ranks, parts.ranks, parts.transport, parts.devices, layout,
-        versions, weights=weights, updates=updates, local=parts.local,
-        recompute=options.recomputes(len(parts.spec.stages)),
-        events=parts.events,
-    )  # fmt: skip
-    return weights, stages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,24 +13,8 @@ from fxpart.runtime.mesh.mesh_ranks import MeshRank
 from fxpart.runtime.optimizer.optimizer_shards import OptimizerShards
 from fxpart.runtime.optimizer.weight_average import WeightAverage
 from fxpart.runtime.state.written_buffers import WrittenBuffers
-from fxpart.runtime.trainer_options import Clip
+from fxpart.runtime.trainer_options import TrainerOptions
 from fxpart.runtime.weights import StageWeights
-
-
-@dataclass(frozen=True)
-class StageClipOptions:
-    """Clipping of a stage's gradients without those of other stages.
-
-    norm: largest global norm, or None. kind: "stage": limit the stage's norm to ``norm *
-    sqrt(share)``, where share is its fraction of all trainable elements, so that the global norm is
-    at most ``norm``; "delayed": scale by the newest known global norm. value: largest absolute
-    value of an element, or None.
-    """
-
-    norm: float | None
-    kind: Clip
-    value: float | None
-    share: float
 
 
 class StageUpdater:
@@ -47,24 +30,24 @@ class StageUpdater:
         mesh_rank: MeshRank,
         shards: OptimizerShards,
         weights: StageWeights,
-        parameters: Sequence[nn.Parameter],
-        clipping: StageClipOptions,
+        parameters: Sequence[torch.Tensor],
+        options: TrainerOptions,
         *,
-        norms: bool,
+        share: float,
         average: WeightAverage | None = None,
     ) -> None:
         """Create an updater.
 
         mesh_rank: mesh rank with this stage's module only. parameters: owned by the stage, in model
-        order. norms: compute norms even without clipping. average: continued by every update.
+        order. share: their part of all elements of the model. average: continued by every update.
         """
         self._mesh_rank = mesh_rank
         self._shards = shards
         self._weights = weights
         self._parameters = list(parameters)
-        self._clipping = clipping
+        self._options, self._share = options, share
         self._average = average
-        self._norms = norms or clipping.norm is not None
+        self._norms = options.log_grad_norm or options.clip_norm is not None
         self._backward_hooks = shards.hooks(mesh_rank.index)
         self.square = 0.0
         self.known: float | None = None
@@ -123,20 +106,25 @@ class StageUpdater:
         self.clear()
 
     def _clip(self) -> None:
-        clipping = self._clipping
+        """Clip without the gradients of other stages.
+
+        By ``clip="stage"`` the global norm is at most ``clip_norm``, as the stages' shares of all
+        elements sum to 1.
+        """
+        options = self._options
         if self._norms:
             norm = self._norm()
             self.square = float(norm) ** 2
-            if clipping.norm is not None:
-                largest = clipping.norm * math.sqrt(clipping.share)
-                if clipping.kind == "delayed" and self.known is not None:
-                    norm, largest = torch.tensor(self.known), clipping.norm
+            if options.clip_norm is not None:
+                largest = options.clip_norm * math.sqrt(self._share)
+                if options.clip == "delayed" and self.known is not None:
+                    norm, largest = torch.tensor(self.known), options.clip_norm
                 factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
                 for gradient in self._gradients():
                     gradient.mul_(factor.to(gradient.device))
-        if clipping.value is not None:
+        if options.clip_value is not None:
             for gradient in self._gradients():
-                gradient.clamp_(-clipping.value, clipping.value)
+                gradient.clamp_(-options.clip_value, options.clip_value)
 
     def _norm(self) -> torch.Tensor:
         """Compute the norm as

@@ -24,7 +24,6 @@ from fxpart.runtime.queues.fault_tolerant_transport import FaultTolerantTranspor
 from fxpart.runtime.queues.messenger import InMemoryMessenger, ReplicaMessenger
 from fxpart.runtime.queues.options import get_staleness_by_group
 from fxpart.runtime.queues.worker import ReplicaWorker
-from fxpart.runtime.queues.worker_factory import make_worker
 from fxpart.runtime.transport.agreement import AllRanksError, convert_transport_errors
 from fxpart.schedule.queues.dispatcher import Dispatcher
 from fxpart.schedule.queues.messages import (
@@ -76,7 +75,9 @@ class QueuePipeline(UnflushedPipeline):
             assert self.dispatcher is not None, "one process has all ranks"
             self._messenger = InMemoryMessenger(self.dispatcher)
         self._workers = {
-            stage: make_worker(parts, self._optimizers, self._messenger, stage, layout, self.dealt)
+            stage: ReplicaWorker(
+                parts, self._optimizers, self._messenger, stage, layout, self.dealt
+            )
             for stage in parts.mesh_ranks[0].modules
         }
         self.update_options = record_options(

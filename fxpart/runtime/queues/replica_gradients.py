@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from fxpart.errors import error
+from fxpart.program.replica_groups import ReplicaGroupGraph
+from fxpart.runtime.asynchronous.stage_optimizers import collect_stage_parameters
 from fxpart.runtime.embedding_tables import SparseGradientParts, SparseGradients
 from fxpart.runtime.embedding_tables.sparse_gradient_parts import merge_parts
 from fxpart.schedule.queues.messages import DispatcherMessage
+
+if TYPE_CHECKING:
+    from fxpart.runtime.trainer_parts import TrainerParts
 
 
 class ReplicaGradients(DispatcherMessage, frozen=True):
@@ -81,6 +87,18 @@ class ReplicaParameters:
         self.all = list(parameters)
         self._rows, self._ties = rows, dict(ties or {})
         self._names = {tie.place: name for name, tie in self._ties.items()}
+
+    @classmethod
+    def of(cls, parts: TrainerParts, stage: int, layout: ReplicaGroupGraph) -> ReplicaParameters:
+        """Return those of a replica, and which are tied to other groups."""
+        mine = collect_stage_parameters(parts.state, owned=False)[stage, 0]
+        places = {name: place for place, (name, _) in enumerate(mine)}
+        ties = {
+            name: CrossGroupParameter(places[name], layout.owns(stage, name))
+            for names in layout.ties(stage).values()
+            for name in names
+        }
+        return cls([p for _, p in mine], parts.shards.rows, ties)
 
     def set_accumulated(self, part: MinibatchGradients) -> None:
         """Set the accumulated gradients before a backward."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial, singledispatchmethod
+from typing import TYPE_CHECKING
 
 import torch
 
-from fxpart.diagnostics.flight_recorder import FlightRecorder
 from fxpart.errors import error
 from fxpart.program.edges import ValueEdge
 from fxpart.program.replica_groups import ReplicaGroupGraph
@@ -24,6 +23,7 @@ from fxpart.runtime.executor.executor import Executor
 from fxpart.runtime.executor.instruction import Instruction, StepInput
 from fxpart.runtime.executor.stage_microbatch import BackwardRoots, StageMicrobatch
 from fxpart.runtime.executor.stage_signature import StageSignature
+from fxpart.runtime.queues.messenger import ReplicaMessenger
 from fxpart.runtime.queues.replica_gradients import (
     Letter,
     MinibatchGradients,
@@ -48,8 +48,11 @@ from fxpart.schedule.queues.messages import (
     UpdateOrder,
 )
 
+if TYPE_CHECKING:
+    from fxpart.runtime.optimizer.trainer_optimizers import TrainerOptimizers
+    from fxpart.runtime.trainer_parts import TrainerParts
+
 Tensors = list[torch.Tensor]
-Post = Callable[[int, DispatcherMessage, Tensors], object]
 
 
 class MicrobatchValues(DispatcherMessage, frozen=True):
@@ -59,14 +62,6 @@ class MicrobatchValues(DispatcherMessage, frozen=True):
     minibatch: int
     microbatch: int
     group: int
-
-
-@dataclass(frozen=True)
-class ClipLimits:
-    """Clipping limits. norm: of all gradients together. value: of any element."""
-
-    norm: float | None
-    value: float | None
 
 
 class ReplicaWorker(Executor):
@@ -79,32 +74,40 @@ class ReplicaWorker(Executor):
 
     def __init__(
         self,
+        parts: TrainerParts,
+        optimizers: TrainerOptimizers,
+        messenger: ReplicaMessenger,
         copy: int,
-        rank: int,
         layout: ReplicaGroupGraph,
-        table: StageSignature,
-        weights: QueueWeights,
-        parameters: ReplicaParameters,
-        *,
-        bound: int,
-        clip: ClipLimits,
-        device: torch.device,
-        post: Post,
-        tell: Callable[[Event], object],
-        events: FlightRecorder,
+        staleness: Sequence[int],
     ) -> None:
-        """Create a worker. bound: largest allowed staleness. post: sends to a replica. tell: sends
-        to the dispatcher. events: flight recorder.
-        """
-        super().__init__(rank, (), events, threads=True)
-        self.copy, self.weights = copy, weights
+        """Create the worker of a replica. staleness: largest allowed one of each group."""
+        spec, options, module = parts.spec, parts.options, parts.mesh_ranks[0].modules[copy]
+        rank = parts.ranks[copy][0]
+        super().__init__(rank, (), parts.events, threads=True)
+        self.copy = copy
         self.applied = self.forwards = self.staleness = 0
         self.losses: deque[tuple[int, float | None, Requests]] = deque()
         self.doing = Action(copy, ActionKind.F, 0)
         self._group = layout.group(copy)
-        self._table, self._parameters = table, parameters
-        self._bound, self._clip, self._device = bound, clip, device
-        self._post, self._tell = post, tell
+        self._bound, self._options = staleness[self._group], options
+        self._device, self._messenger = parts.devices[rank], messenger
+        table = self._table = StageSignature.of(
+            spec, spec.stages[copy], module, layout.found(copy), False,
+            options.recomputes(len(spec.stages)).get(copy, "none"),
+        )  # fmt: skip
+        if table.step_state.tensors and options.microbatches > 1:
+            raise error(
+                "FXP109", where=f"queues and the state {', '.join(spec.step_state)}",
+                why="forward passes write to this state once per step, and queues run microbatches "
+                "of several steps in any order",
+                fix="use microbatches=1, or a schedule without queues",
+            )  # fmt: skip
+        self._parameters = ReplicaParameters.of(parts, copy, layout)
+        optimizer, bound = optimizers.by_place[copy, 0], self._bound if table.trains else 0
+        self.weights = QueueWeights(module, optimizer, options.mode, bound)
+        if table.keeping.recompute is not None:
+            self.weights.recompute(table.keeping.recompute)
         self._forward_in, self._forward_out = (
             layout.into(copy, back=False),
             layout.out(copy, back=False),
@@ -132,6 +135,12 @@ class ReplicaWorker(Executor):
         """
         self._batches[minibatch] = batch
         self._tell(MinibatchStartReport(minibatch, len(batch.keys), text, asks))
+
+    def _post(self, target: int, message: DispatcherMessage, tensors: Tensors) -> None:
+        self._messenger.post(self.copy, target, message, tensors)
+
+    def _tell(self, event: Event) -> None:
+        self._messenger.tell(self.copy, event)
 
     def restart(self, number: int) -> None:
         """Continue with this minibatch number while nothing is in flight."""
@@ -302,10 +311,10 @@ class ReplicaWorker(Executor):
         assert number == self.applied, "minibatches are applied in order"
         gradients = self._totals.pop(number, None)
         if gradients is not None:
-            norm, factor = self._clip.norm, 1.0
+            norm, factor = self._options.clip_norm, 1.0
             if norm is not None:
                 factor = min(1.0, norm / (message.square**0.5 + 1e-6))
-            clip_gradients(gradients, factor, self._clip.value)
+            clip_gradients(gradients, factor, self._options.clip_value)
             self._parameters.set(gradients)
             self.weights.update()
             self._parameters.set([None] * len(gradients))
@@ -330,7 +339,7 @@ class ReplicaWorker(Executor):
         others = [[found[copy] for copy in copies] for _, copies in asked.others]
         total = self._totals[number] = self._parameters.total(parts, asked.count, others)
         del self._gathered[number, message.attempt]
-        norm = self._parameters.square(total) if self._clip.norm is not None else 0.0
+        norm = self._parameters.square(total) if self._options.clip_norm is not None else 0.0
         self._tell(GradientsReport(number, asked.attempt, norm))
 
     def _send(self, back: bool, number: int, microbatch: int, group: int, copy: int) -> None:

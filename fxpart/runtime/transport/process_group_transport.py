@@ -26,10 +26,9 @@ from fxpart.runtime.transport.interface import (
 from fxpart.runtime.transport.shared_memory import (
     MOST_CHANNELS,
     SharedMemory,
-    SharedMemoryReceive,
-    SharedMemorySend,
 )
 from fxpart.runtime.transport.shared_memory import connect_shared_memory as connect_memory
+from fxpart.runtime.transport.shared_memory_peer import SharedMemoryReceive, SharedMemorySend
 from fxpart.runtime.transport.transfer_watchdog import TransferWatchdog
 
 _CONTROL = 4  # The tag of control messages; those of transfers are their channels.

@@ -31,7 +31,7 @@ def counted(trainer: Any) -> Counter[int]:
 
         return count
 
-    for (stage, _), weights in trainer.pipeline.stage_weights.items():
+    for (stage, _), weights in trainer.pipeline.stages.weights.items():
         for rule, name in ((weights._predictor, "predict"), (weights._correction, "corrected")):
             if rule is not None:
                 setattr(rule, name, wrapped(getattr(rule, name), stage))
