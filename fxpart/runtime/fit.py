@@ -13,9 +13,8 @@ import torch
 from fxpart.diagnostics.progress import progress_bar
 from fxpart.errors import error
 from fxpart.runtime.callbacks import Kind
-from fxpart.runtime.fit_calls import NONE, PendingUpdate, UserCalls
 from fxpart.runtime.fit_options import FitOptions, Statistics, iter_once
-from fxpart.runtime.fit_reports import FitResult, RunReports
+from fxpart.runtime.fit_reports import NONE, FitResult, PendingUpdate, RunReports, UserCalls
 from fxpart.runtime.monitor.nonfinite_guard import (
     MOST_SKIPPED,
     NonFiniteGuard,
@@ -58,7 +57,7 @@ class FitLoop:
         self._updates: dict[int, tuple[PendingUpdate, float]] = {}  # By call, with its weight.
         self._pending: deque[PendingUpdate] = deque()
         self._finite = True  # The newest loss.
-        self._reports = RunReports(trainer, run.callbacks, self.guarded)
+        self._reports = RunReports(trainer, run.callbacks, self._calls)
 
     def go(self) -> FitResult:
         """Run to the end; report a failure to the callbacks and raise it on every rank."""
@@ -266,9 +265,8 @@ class FitLoop:
             if self.trainer.is_asynchronous:
                 self._note_finite(update.done.step, self.loss)
             self._write_ledger(update.done, self.loss)
-            position = (update.done.step, update.done.epoch)
             busy = update.busy or [self.trainer.pace.last]
-            self._reports.report_update(position, self.loss, update.lr, update.rows, busy)
+            self._reports.report_update(update, self.loss, busy)
 
     def _note_finite(self, step: int, loss: float) -> None:
         """Report a loss that is not finite after one that is."""

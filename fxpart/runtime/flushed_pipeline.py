@@ -31,10 +31,8 @@ from fxpart.schedule.measured_timeline import (
     READ,
     TIED_REDUCTION,
 )
-from fxpart.schedule.weight_modes import FLUSH, WeightMode, weight_mode
 
 if TYPE_CHECKING:
-    from fxpart.runtime.asynchronous.stage_report import StageReport
     from fxpart.runtime.trainer import Trainer
 
 
@@ -59,26 +57,6 @@ class FlushedPipeline(Pipeline):
         """Number of updates, including those before a loaded checkpoint."""
         return self._updates
 
-    @property
-    def lag(self) -> int:
-        """0: the loss of a minibatch is known after its call."""
-        return 0
-
-    @property
-    def staleness(self) -> tuple[int, ...]:
-        """0 on every stage."""
-        return (0,) * len(self.spec.stages)
-
-    @property
-    def weight_mode(self) -> WeightMode:
-        """The newest weights, after a flush."""
-        return weight_mode(FLUSH)
-
-    @property
-    def in_flight(self) -> bool:
-        """False: every call ends with an empty pipeline."""
-        return False
-
     def step(self, batch: Any, *, accumulate: bool, local: bool) -> torch.Tensor:
         """Run a minibatch, and update unless gradients are accumulated; return its loss."""
         updates = not accumulate and self._optimizers.facade is not None
@@ -95,12 +73,6 @@ class FlushedPipeline(Pipeline):
         self.losses.append((self._parts.calls - 1, loss))
         return self._parts.calls - 1
 
-    def settle(self) -> None:
-        """Do nothing: the pipeline is empty."""
-
-    def finish(self) -> None:
-        """Do nothing: the pipeline is empty."""
-
     def restart(self, updates: int, calls: int) -> None:
         """Continue after so many updates and calls, without gradients."""
         self.zero_grad()
@@ -109,10 +81,6 @@ class FlushedPipeline(Pipeline):
     def skip_update(self) -> None:
         """Count an update that was skipped."""
         self._updates += 1
-
-    def report(self) -> tuple[StageReport, ...]:
-        """Return nothing: all stages have the same weights."""
-        return ()
 
     def reload_options(self) -> None:
         """Use the options that were loaded into the optimizers."""

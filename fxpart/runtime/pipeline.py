@@ -14,7 +14,7 @@ from fxpart.errors import error
 from fxpart.runtime.optimizer.update_options import StageUpdateOptions, UpdateOptions
 from fxpart.runtime.state.model_state import Place
 from fxpart.runtime.weight_prediction import ErrorFeedback, PipeMareCorrection, Predictor
-from fxpart.schedule.weight_modes import WeightMode
+from fxpart.schedule.weight_modes import FLUSH, WeightMode, weight_mode
 
 if TYPE_CHECKING:
     from fxpart.runtime.asynchronous.stage_report import StageReport
@@ -38,6 +38,8 @@ class RestorableStageWeights(Protocol):
 
 class Pipeline(ABC):
     """Runs the minibatches of a trainer.
+
+    Methods that are not abstract are those of a pipeline that is flushed after every minibatch.
 
     losses: known losses that were not returned, by call. update_options: the optimizer options of
     each update, of stages that update on their own. listeners: called with the reason when the
@@ -68,24 +70,24 @@ class Pipeline(ABC):
         """Number of updates that are certain."""
 
     @property
-    @abstractmethod
     def lag(self) -> int:
         """Number of calls after which the loss of a minibatch is known."""
+        return 0
 
     @property
-    @abstractmethod
     def staleness(self) -> tuple[int, ...]:
         """Most updates between a forward and its backward, per stage."""
+        return (0,) * len(self.spec.stages)
 
     @property
-    @abstractmethod
     def weight_mode(self) -> WeightMode:
         """The weights that forwards and backwards read."""
+        return weight_mode(FLUSH)
 
     @property
-    @abstractmethod
     def in_flight(self) -> bool:
         """Whether a minibatch has not been applied yet."""
+        return False
 
     @abstractmethod
     def step(self, batch: Any, *, accumulate: bool, local: bool) -> torch.Tensor | None:
@@ -95,13 +97,13 @@ class Pipeline(ABC):
     def submit(self, batch: Any, *, accumulate: bool, local: bool) -> int:
         """Run a minibatch and keep its loss in ``losses``; return the number of the call."""
 
-    @abstractmethod
     def settle(self) -> None:
         """Complete all minibatches, for calls on the whole model; every rank must call it."""
+        return
 
-    @abstractmethod
     def finish(self) -> None:
         """Complete all minibatches, so that all losses are known."""
+        return
 
     @abstractmethod
     def restart(self, updates: int, calls: int) -> None:
@@ -114,9 +116,9 @@ class Pipeline(ABC):
     def record(self, baseline: int | None) -> AbstractContextManager[Recorder]:
         """See :meth:`fxpart.runtime.trainer.Trainer.record`."""
 
-    @abstractmethod
     def report(self) -> tuple[StageReport, ...]:
         """See :meth:`fxpart.runtime.trainer.Trainer.report`."""
+        return ()
 
     @abstractmethod
     def backward(self, batch: Any, *, local: bool, weight: float | None) -> torch.Tensor:

@@ -121,8 +121,7 @@ class BatchReader:
         """
         problems: list[Problem] = []
         tensors = self._finder.find(batch, problems)
-        if problems:
-            raise FxpartError(problems)
+        _raise_any(problems)
         shapes = {n: (str(t.dtype)[6:], tuple(t.shape)) for n, t in tensors.items()}
         return LocalBatch(
             tensors, shapes, tuple(i.name for i in self._inputs if i.name not in tensors)
@@ -139,7 +138,6 @@ class BatchReader:
         others: dtypes and shapes of inputs that only other processes have. Raises FXP105 with every
         problem found, such as contradictory sizes or an empty batch.
         """
-        problems: list[Problem] = []
         known = {**(others or {}), **seen.shapes}
         tensors = {
             spec.name: seen.tensors[spec.name]
@@ -148,18 +146,10 @@ class BatchReader:
             for spec in self._inputs
             if spec.name in known
         }
-        self._check_sources(tensors, problems)
-        if problems:
-            raise FxpartError(problems)
-        pieces, rows = self._split(tensors, microbatches, problems)
-        if problems:
-            raise FxpartError(problems)
-        repeats = self._repeat(pieces, rows, problems)
-        if problems:
-            raise FxpartError(problems)
-        sizes = self._measure_symbols(pieces, problems)
-        if problems:
-            raise FxpartError(problems)
+        self._check_sources(tensors)
+        pieces, rows = self._split(tensors, microbatches)
+        repeats = self._repeat(pieces, rows)
+        sizes = self._measure_symbols(pieces)
         total = sum(rows)
         weights = tuple(n / total for n in rows)
         local = seen.tensors if seen.local else None
@@ -171,8 +161,9 @@ class BatchReader:
             tuple(pieces), tuple(sizes), tuple(rows), weights, repeats, local, totals
         )
 
-    def _check_sources(self, tensors: Mapping[str, torch.Tensor], problems: list[Problem]) -> None:
+    def _check_sources(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Check that some rank has every input that a symbol of the program is read from."""
+        problems = []
         known = (
             {}
             if self.totals is not None
@@ -188,9 +179,10 @@ class BatchReader:
                 why = "no rank was given this input, and symbolic sizes are read from it"
                 fix = f"on at least one rank, {describe_input(spec)}"
                 problems.append(make_problem(spec.path, why, fix))
+        _raise_any(problems)
 
     def _split(
-        self, tensors: dict[str, torch.Tensor], microbatches: int, problems: list[Problem]
+        self, tensors: dict[str, torch.Tensor], microbatches: int
     ) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
         """Return the pieces and the rows of each (one of 1 row if no input has a batch dim)."""
         here = [spec for spec in self._inputs if spec.name in tensors]
@@ -199,11 +191,10 @@ class BatchReader:
             return [tensors], [1]
         fixed = [spec for spec in cut if isinstance(_get_batch_entry(spec), int)]
         if fixed:
-            rows = self._count_fixed_rows(fixed, tensors, microbatches, problems)
+            rows = self._count_fixed_rows(fixed, tensors, microbatches)
         else:
-            rows = self._count_even_rows(cut, tensors, microbatches, problems)
-        if problems:
-            return [], []
+            rows = self._count_even_rows(cut, tensors, microbatches)
+        problems: list[Problem] = []
         pieces: list[dict[str, torch.Tensor]] = [{} for _ in rows]
         for spec in here:
             tensor = tensors[spec.name]
@@ -216,6 +207,7 @@ class BatchReader:
                 parts = torch.split(tensor, lengths, spec.batch_dim)
             for piece, part in zip(pieces, parts, strict=True):
                 piece[spec.name] = part
+        _raise_any(problems)
         return pieces, rows
 
     def _count_fixed_rows(
@@ -223,14 +215,13 @@ class BatchReader:
         fixed: list[InputSpec],
         tensors: dict[str, torch.Tensor],
         microbatches: int,
-        problems: list[Problem],
     ) -> list[int]:
         """Return the rows of each piece of a program captured at a fixed microbatch size.
 
         A program of one microbatch takes exactly its batch size: its graph was not rewritten for
         parts of a batch.
         """
-        counts: set[int] = set()
+        counts, problems = set[int](), list[Problem]()
         for spec in fixed:
             unit, size = _get_batch_entry(spec), get_rows(spec, tensors)
             assert isinstance(unit, int)
@@ -255,8 +246,7 @@ class BatchReader:
                 counts.add(size // unit)
         if len(counts) > 1:
             problems.append(make_size_problem(fixed, tensors))
-        if problems:
-            return []
+        _raise_any(problems)
         unit = _get_batch_entry(fixed[0])
         assert isinstance(unit, int)
         return [unit] * counts.pop()
@@ -266,26 +256,19 @@ class BatchReader:
         cut: list[InputSpec],
         tensors: dict[str, torch.Tensor],
         microbatches: int,
-        problems: list[Problem],
     ) -> list[int]:
         """Return even pieces of a symbolic batch; fewer pieces if there are fewer rows."""
         plain = [spec for spec in cut if str(_get_batch_entry(spec)).isidentifier()] or cut
         sizes = {get_rows(spec, tensors) for spec in plain}
         if len(sizes) > 1:
-            problems.append(make_size_problem(plain, tensors))
-            return []
+            raise FxpartError(make_size_problem(plain, tensors))
         rows = sizes.pop()
         if rows == 0:
-            problems.append(make_problem(plain[0].path, "the batch is empty", "skip empty batches"))
-            return []
+            why, fix = "the batch is empty", "skip empty batches"
+            raise FxpartError(make_problem(plain[0].path, why, fix))
         return list(split_rows(rows, self._multiple, microbatches))
 
-    def _repeat(
-        self,
-        pieces: list[dict[str, torch.Tensor]],
-        rows: list[int],
-        problems: list[Problem],
-    ) -> tuple[int, ...]:
+    def _repeat(self, pieces: list[dict[str, torch.Tensor]], rows: list[int]) -> tuple[int, ...]:
         """Repeat in place rows of pieces that ``multiple`` does not divide; return the counts."""
         cut = [spec for spec in self._inputs if spec.batch_dim is not None]
         if not cut or any(isinstance(_get_batch_entry(spec), int) for spec in cut):
@@ -293,6 +276,7 @@ class BatchReader:
         repeats = tuple(count_repeats(m, self._multiple) for m in rows)
         if max(repeats) == 1:
             return repeats
+        problems = []
         for spec in self._find_unrepeatable(cut):
             why = (
                 f"its shape {format_shape(spec)} does not have the {sum(rows)} rows of the batch "
@@ -303,8 +287,9 @@ class BatchReader:
                 "smaller last batch)"
             )
             problems.append(make_problem(spec.path, why, fix))
+        _raise_any(problems)
         for piece, count in zip(pieces, repeats, strict=True):
-            for spec in cut if count > 1 and not problems else ():
+            for spec in cut if count > 1 else ():
                 if spec.name in piece:
                     assert spec.batch_dim is not None
                     piece[spec.name] = repeat_rows(piece[spec.name], count, spec.batch_dim)
@@ -344,13 +329,12 @@ class BatchReader:
             return None
         return lengths
 
-    def _measure_symbols(
-        self, pieces: list[dict[str, torch.Tensor]], problems: list[Problem]
-    ) -> list[Sizes]:
+    def _measure_symbols(self, pieces: list[dict[str, torch.Tensor]]) -> list[Sizes]:
         """Return the symbol sizes of each microbatch, checked against every dim.
 
         Pieces of equal sizes are checked once.
         """
+        problems: list[Problem] = []
         known: dict[tuple[int, ...], Sizes] = {}
         found: list[Sizes] = []
         read = find_symbol_sources(self._symbols, self._inputs, pieces[0]) if pieces else {}
@@ -360,6 +344,7 @@ class BatchReader:
                 known[values] = dict(zip(read, values, strict=True))
                 self._check_dims(piece, known[values], problems)
             found.append(known[values])
+        _raise_any(problems)
         return found
 
     def _check_dims(
@@ -387,6 +372,11 @@ class BatchReader:
                 problem = make_problem(spec.path, why, fix)
                 if problem not in problems:
                     problems.append(problem)
+
+
+def _raise_any(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise FxpartError(problems)
 
 
 def _get_batch_entry(spec: InputSpec) -> int | str:
