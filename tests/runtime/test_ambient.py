@@ -2,77 +2,33 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from mode_programs import (
+    Context,
+    batch,
+    compiled,
+    every_layout,
+    network,
+    off,
+    plain,
+    program,
+    sgd,
+)
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxpart
-from fxpart.api import Program
 from fxpart.errors import FxpartError
 from fxpart.runtime import Trainer
 from fxpart.runtime.entry_point import ENTRY_POINTS
 from fxpart.runtime.torch_modes import MODES, TorchModes
-
-Context = Callable[[], AbstractContextManager[Any]]
-LAYOUTS: dict[str, dict[str, int | float | str | bool]] = {
-    "pipeline": {"mesh": "none", "stages": 2},
-    "replicas": {"dp": 2, "tp": 1, "stages": 1, "zero": 0},
-    "tensor": {"dp": 1, "tp": 2, "stages": 1},
-}
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def batch(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(4)
-    return torch.randn(rows, 6, generator=made), torch.randn(rows, 2, generator=made)
-
-
-def compiled(layout: str, model: nn.Module | None = None, **options: Any) -> Program:
-    return fxpart.compile(
-        network() if model is None else model, "local:2", example_inputs=batch(),
-        loss=nn.MSELoss(), microbatches=1, constraints=LAYOUTS[layout], **options,
-    )  # fmt: skip
-
-
-@cache
-def program(layout: str, precision: str | None = None) -> Program:
-    return compiled(layout, precision=precision)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def plain(model: nn.Module, steps: int, around: Context) -> dict[str, torch.Tensor]:
-    """Plain PyTorch in one process; ``around``: of forward and loss."""
-    optimizer = sgd(model.parameters())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        x, y = batch()
-        with around():
-            loss = nn.MSELoss()(model(x), y)
-        loss.backward()
-        optimizer.step()
-    return model.state_dict()
-
-
-def off(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    assert state.keys() == wanted.keys()
-    return max(float((state[name] - wanted[name]).abs().max()) for name in wanted)
 
 
 @contextmanager
@@ -310,79 +266,6 @@ def test_denormal_numbers_are_flushed_in_every_thread(layout: str) -> None:
             torch.set_flush_denormal(False)
         assert bool((found.view(torch.int32) << 1).any()) is not flushed
         assert torch.equal(found.view(torch.int32) << 1, wanted.view(torch.int32) << 1)
-
-
-# -- modes of modules ---------------------------------------------------------------------------
-
-
-def normalized() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(
-        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2)
-    )
-
-
-MODES_OF_MODULES: dict[str, Callable[[nn.Sequential], object]] = {
-    "all in evaluation": lambda model: model.eval(),
-    "normalization frozen": lambda model: (model[1].eval(), model[2].eval()),
-    "one module in training": lambda model: (model.eval(), model[0].train()),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pipeline", "replicas"])
-@pytest.mark.parametrize("name", MODES_OF_MODULES)
-@pytest.mark.filterwarnings("ignore:the model is in evaluation mode")
-def test_modules_train_in_the_mode_that_they_are_in(name: str, layout: str) -> None:
-    model = normalized()
-    MODES_OF_MODULES[name](model)
-    wanted = plain(copy.deepcopy(model), 2, torch.enable_grad)
-    trainer = compiled(layout, model).trainer(sgd)
-    for _ in range(2):
-        trainer.step(batch())
-        trainer.eval_step(batch())
-    assert off(trainer.state_dict(), wanted) < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "change", [lambda m: m.eval(), lambda m: m[1].eval(), lambda m: m[2].eval()]
-)
-def test_modes_of_modules_changed_after_compile(change: Callable[[Any], object]) -> None:
-    model = normalized()
-    trainer = compiled("pipeline", model).trainer(sgd)
-    change(model)
-    trainer.evaluate([batch()])  # is in evaluation mode anyway
-    with pytest.raises(FxpartError, match="in evaluation mode, but was in training mode") as caught:
-        trainer.step(batch())
-    assert caught.value.code == "FXP116"
-    model.train()
-    trainer.step(batch())
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_a_module_has_modes_too() -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dropout = nn.Dropout(0.5)
-
-        def forward(self, out: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-            return (self.dropout(out) - wanted).square().mean()
-
-    loss = Noisy()
-    trainer = fxpart.compile(
-        network(), "local:1", example_inputs=batch(), loss=loss, microbatches=1
-    ).trainer(sgd)
-    loss.eval()
-    with pytest.raises(FxpartError, match="Noisy is in evaluation mode"):
-        trainer.step(batch())
-
-
-@pytest.mark.slow
-def test_a_model_in_evaluation_mode_is_noticed() -> None:
-    with pytest.warns(UserWarning, match="the model is in evaluation mode"):
-        compiled("pipeline", normalized().eval())
 
 
 # -- the tables ---------------------------------------------------------------------------------

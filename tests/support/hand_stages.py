@@ -22,8 +22,7 @@ from fxpart.program.spec import (
 )
 from fxpart.rng import microbatch_key, seeded
 
-VOCABULARY = 11
-WIDTH = 8
+VOCABULARY, WIDTH = 11, 8
 
 
 class HandStage(nn.Module):
@@ -34,20 +33,19 @@ class HandStage(nn.Module):
 
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
-    names: dict[str, str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, str] = {}
 
     def parameter(self, attribute: str, name: str, *shape: int) -> None:
         value = torch.empty(*shape)
-        if not hasattr(self, "names"):
-            self.names = {}
         self.names[attribute] = name
         generator = torch.Generator().manual_seed(sum(map(ord, name)))
         value.normal_(0, 0.3, generator=generator)
         self.register_parameter(attribute, nn.Parameter(value))
 
     def buffer(self, attribute: str, name: str, value: torch.Tensor) -> None:
-        if not hasattr(self, "names"):
-            self.names = {}
         self.names[attribute] = name
         self.register_buffer(attribute, value)
 
