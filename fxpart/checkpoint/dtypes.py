@@ -26,6 +26,7 @@ DTYPES: dict[str, tuple[int, str | None]] = {
     "uint8": (1, "U8"),
     "bool": (1, "BOOL"),
 }
+NAMES = {word: name for name, (_, word) in DTYPES.items() if word is not None}  # Torch's.
 
 
 def itemsize(dtype: str) -> int:

@@ -236,11 +236,10 @@ def _read_header(path: Path, entry: ManifestFile) -> dict[str, SafetensorsEntry]
         if size != entry.size:
             raise ValueError(f"its size is {size} bytes, not {entry.size}")
         safetensors = path.name.endswith(".safetensors")
-        first = files.read(file, 8) if safetensors else b""
-        length = int.from_bytes(first, "little") if safetensors else size
-        if length > min(safetensors_header.LARGEST, size - len(first)):
-            raise ValueError("the digest of its header does not match")
-        data = first + files.read(file, length)
+        if safetensors:
+            data = safetensors_header.read(file, size)
+        else:
+            data = files.read(file, min(size, safetensors_header.LARGEST))
     if manifest_codec.digest(data).hexdigest() != entry.header:
         raise ValueError("the digest of its header does not match")
     return safetensors_header.decode(data, size) if safetensors else {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from fxpart.checkpoint import files
 from fxpart.files import check_unique_keys, from_json
 
 LARGEST = 100_000_000  # bytes of a header, limit of the format
@@ -49,6 +50,15 @@ def encode(
     text = json.dumps(found, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def read(file: BinaryIO, size: int) -> bytes:
+    """Return the header of a file of ``size`` bytes; ValueError if the file is shorter."""
+    first = files.read(file, 8)
+    length = int.from_bytes(first, "little")
+    if length > min(LARGEST, size - 8):
+        raise ValueError("it is truncated")
+    return first + files.read(file, length)
 
 
 def decode(header: bytes, size: int) -> dict[str, SafetensorsEntry]:

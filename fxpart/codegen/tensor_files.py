@@ -14,32 +14,13 @@ from typing import Any, BinaryIO
 
 import torch
 
+from fxpart.checkpoint import safetensors_header
+from fxpart.checkpoint.dtypes import NAMES
+from fxpart.checkpoint.safetensors_index import INDEX, parse_index
 from fxpart.errors import FxpartError, Problem, quoted, short
-from fxpart.files import from_json, open_regular_file, read_bytes
+from fxpart.files import open_regular_file, read_bytes
 
-INDEX = "model.safetensors.index.json"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "BOOL": torch.bool,
-}
-_LARGEST = 100_000_000  # maximum bytes of a header, defined by the format
-_UNREADABLE = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError
-)  # fmt: skip
+_LARGEST = 100_000_000  # bytes of an index
 _CHUNK = 1 << 22  # bytes per read of a tensor sharded along an inner dim
 
 
@@ -78,7 +59,7 @@ class TensorFiles:
         for file in files:
             try:
                 found = _header(file)
-            except _UNREADABLE as cause:
+            except (OSError, ValueError) as cause:
                 problems.extend(_fault(file, f"it cannot be read: {cause}").problems)
                 continue
             for name, entry in found.items():
@@ -173,37 +154,21 @@ def _index(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        found: dict[str, Any] = from_json(read_bytes(path, _LARGEST))["weight_map"]
-        wrong = [file for file in found.values() if Path(file).name != file]
-    except _UNREADABLE as cause:
-        raise _fault(path, f"it is not a valid checkpoint index: {cause!r}") from cause
-    if wrong:
-        raise _fault(path, f"{quoted(wrong[0])} is not the name of a file in the same folder")
-    return found
+        return parse_index(read_bytes(path, _LARGEST))
+    except (OSError, ValueError) as cause:
+        raise _fault(path, f"it is not a valid checkpoint index: {cause}") from cause
 
 
 def _header(path: Path) -> dict[str, _TensorFileEntry]:
     """Return the tensors of a file; raise ValueError for an invalid file."""
     with open_regular_file(path) as (file, size):
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(_LARGEST, size - 8):
-            raise ValueError("the file is shorter than its header states")
-        header: dict[str, Any] = from_json(file.read(length))
+        places = safetensors_header.decode(safetensors_header.read(file, size), size)
     found = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype = DTYPES.get(entry["dtype"])
+    for name, place in places.items():
+        dtype = getattr(torch, NAMES.get(place.dtype, ""), None)
         if dtype is None:
-            kind = quoted(entry["dtype"])
-            raise ValueError(f"{short(name)} has the unsupported dtype {kind}")
-        shape = tuple(int(n) for n in entry["shape"])
-        start, stop = (int(n) for n in entry["data_offsets"])
-        if min((*shape, start), default=0) < 0 or stop > size - 8 - length:
-            raise ValueError(f"{short(name)} exceeds the file")
-        if stop - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{short(name)} does not have the bytes of {quoted(list(shape))}")
-        found[name] = _TensorFileEntry(path, dtype, shape, 8 + length + start)
+            raise ValueError(f"{short(name)} has the unsupported dtype {quoted(place.dtype)}")
+        found[name] = _TensorFileEntry(path, dtype, place.shape, place.start)
     return found
 
 

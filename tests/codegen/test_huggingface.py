@@ -12,8 +12,9 @@ from pretrained_programs import LAYERS, WIDTH, gpt2, ids, load, train_and_save, 
 from ranks import Pool
 from safetensors.torch import load_file, save_file
 
+from fxpart.checkpoint.safetensors_index import INDEX
 from fxpart.codegen.materialization import stored_names
-from fxpart.codegen.tensor_files import INDEX, TensorFiles
+from fxpart.codegen.tensor_files import TensorFiles
 from fxpart.errors import FxpartError
 from fxpart.program.spec import ProgramSpec, StageSpec, StateSpec
 
@@ -88,7 +89,7 @@ def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "why"),
     [
-        ({"weight_map": {"w": "../other.safetensors"}}, "not the name of a file"),
+        ({"weight_map": {"w": "../other.safetensors"}}, "outside the folder"),
         ({"weight_map": {"w": "gone.safetensors"}}, "cannot be read"),
         ({"weight_map": {"w": "m.safetensors", "v": "m.safetensors"}}, "such as v"),
         ({}, "not a valid checkpoint index"),
@@ -105,7 +106,7 @@ def test_a_file_that_was_cut(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"w": torch.zeros(64)}, path)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(FxpartError, match="exceeds the file"):
+    with pytest.raises(FxpartError, match="but the file has"):
         TensorFiles(path)
 
 

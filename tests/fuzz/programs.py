@@ -38,7 +38,8 @@ def weights() -> list[Sample]:
 
 
 def read_index(data: bytes) -> object:
-    from fxpart.codegen.tensor_files import INDEX, TensorFiles
+    from fxpart.checkpoint.safetensors_index import INDEX
+    from fxpart.codegen.tensor_files import TensorFiles
 
     folder = scratch() / "indexed"
     folder.mkdir(exist_ok=True)

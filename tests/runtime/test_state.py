@@ -177,4 +177,7 @@ def test_names_that_a_graph_cannot_have_are_the_models_own(tmp_path: Path) -> No
     trainer.load_state_dict(state)
     (file,) = trainer.save_pretrained(tmp_path)
     assert names == set(safetensors.torch.load_file(file))
+    trainer.parts.unused["table"] = torch.zeros(2, dtype=torch.complex128)
+    with pytest.raises(FxpartError, match="safetensors has no complex128"):
+        trainer.save_pretrained(tmp_path)
     model.load_state_dict(state)

@@ -45,9 +45,9 @@ from fxpart.checkpoint.exchange.tensor_files import (
 )
 from fxpart.checkpoint.files import format_key
 from fxpart.checkpoint.regions import Bytes
+from fxpart.checkpoint.safetensors_index import INDEX, format_index, parse_index, split_into_files
 from fxpart.files import from_json
 
-INDEX = "model.safetensors.index.json"
 REST = "fxpart.json"
 SHARDING = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
@@ -174,24 +174,18 @@ def write_folder(
     keys = {prefixes.name(key): key for key in source.tensors if prefixes.holds(key)}
     keys = {name: key for name, key in keys.items() if DTYPES[source.tensors[key].dtype][1]}
     kept = {name: source.tensors[key] for name, key in keys.items()}
-    groups = _groups(kept, file_bytes)
+    sizes = {name: tensor_type.size for name, tensor_type in kept.items()}
+    files = split_into_files(sizes, file_bytes, numbered=shards)
     with new_folder(target) as fresh:
-        index = {}
-        for number, names in enumerate(groups, 1):
-            file = f"model-{number:05}-of-{len(groups):05}.safetensors"
-            if len(groups) == 1 and not shards:
-                file = "model.safetensors"
+        for file, names in files.items():
             tensor_types = {name: kept[name] for name in names}
             metadata = {"format": "pt"}
             if shards:
                 starts = {n: {"saved_offsets": [0] * len(o.shape)} for n, o in tensor_types.items()}
                 metadata |= {SHARDING: json.dumps(starts), _VERSION: "1.0"}
             write_file(fresh / file, tensor_types, lambda name: source.read(keys[name]), metadata)
-            index.update(dict.fromkeys(names, file))
-        if len(groups) > 1 or shards:
-            sizes = sum(tensor_type.size for tensor_type in kept.values())
-            text = {"metadata": {"total_size": sizes}, "weight_map": index}
-            (fresh / INDEX).write_text(json.dumps(text, indent=2, sort_keys=True) + "\n", "utf-8")
+        if len(files) > 1 or shards:
+            (fresh / INDEX).write_text(format_index(files, sizes), "utf-8")
         if shards:
             (fresh / REST).write_bytes(format_metadata(source.rest))
         if config is not None:
@@ -213,15 +207,12 @@ def _files(path: Path) -> tuple[list[Path], list[str]]:
     files = sorted(path.glob("*.safetensors"))
     if index.exists():
         try:
-            found: Any = from_json(read_text(index))["weight_map"]
-            indexed, names = list(found), sorted(set(found.values()))
-            if any(Path(name).name != name for name in names):
-                raise ValueError("it names a file outside the folder")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
+            places = parse_index(read_text(index))
+        except ValueError as cause:
             raise make_foreign_file_error(
                 str(index), f"it is not a checkpoint index: {cause}"
             ) from cause
-        files = [path / name for name in names]
+        indexed, files = list(places), sorted(path / name for name in set(places.values()))
     if not files:
         raise make_foreign_file_error(
             str(path), "the folder has no .safetensors file", "use another folder"
@@ -294,16 +285,3 @@ def _overlap(chunks: Sequence[_TensorChunk]) -> bool:
                 return True
         open_.append(box)
     return False
-
-
-def _groups(kept: Mapping[str, TensorType], largest: int) -> list[list[str]]:
-    """Group names into files; a tensor above the limit has its own file."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, tensor_type in kept.items():
-        if groups[-1] and size + tensor_type.size > largest:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += tensor_type.size
-    return groups

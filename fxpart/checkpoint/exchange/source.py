@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from fxpart.checkpoint import files, value_codec
-from fxpart.checkpoint.dtypes import DTYPES, itemsize
+from fxpart.checkpoint.dtypes import itemsize
 from fxpart.checkpoint.regions import Bytes
 from fxpart.errors import FxpartError, error
 from fxpart.files import from_json
@@ -23,8 +23,6 @@ Box = tuple[tuple[int, int], ...]
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 _PLAIN_FIELDS = ("values", "groups", "extra")
-# safetensors dtype -> torch's name.
-NAMES = {word: name for name, (_, word) in DTYPES.items() if word is not None}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fxpart.checkpoint import dtypes, files, safetensors_header
-from fxpart.checkpoint.exchange.source import NAMES, TensorType, as_view, make_foreign_file_error
+from fxpart.checkpoint.exchange.source import TensorType, as_view, make_foreign_file_error
 from fxpart.checkpoint.regions import Bytes
 from fxpart.files import from_json
 
@@ -31,21 +31,17 @@ def read_header(path: Path) -> tuple[dict[str, SafetensorsLocation], dict[str, s
     """
     try:
         with files.open_for_reading(_resolve_links(path)) as (file, size):
-            first = files.read(file, 8)
-            length = int.from_bytes(first, "little")
-            if length > min(safetensors_header.LARGEST, size - 8):
-                raise ValueError("it is truncated")
-            header = first + files.read(file, length)
+            header = safetensors_header.read(file, size)
         places = safetensors_header.decode(header, size)
         given = from_json(header[8:]).get("__metadata__") or {}
         metadata = {key: value for key, value in given.items() if isinstance(value, str)}
         found = {}
         for name, place in places.items():
-            if place.dtype not in NAMES:
+            if place.dtype not in dtypes.NAMES:
                 raise ValueError(
                     f"{name[:80]!r} has the dtype {place.dtype}, which torch does not support"
                 )
-            tensor_type = TensorType(NAMES[place.dtype], place.shape)
+            tensor_type = TensorType(dtypes.NAMES[place.dtype], place.shape)
             found[name] = SafetensorsLocation(path, tensor_type, place.start)
     except (OSError, ValueError, AttributeError) as cause:
         raise make_foreign_file_error(

@@ -8,12 +8,11 @@ config.json                         of a transformers model, for from_pretrained
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +20,13 @@ from typing import Any
 
 import torch
 
+from fxpart.checkpoint import safetensors_header
+from fxpart.checkpoint.dtypes import DTYPES
+from fxpart.checkpoint.safetensors_index import INDEX, format_index, split_into_files
 from fxpart.errors import error
 from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.state.model_state import ModelState
 from fxpart.runtime.transport.agreement import agree, convert_transport_errors
-
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
-    torch.bool: "BOOL",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,6 +42,16 @@ class _ExportedTensor:
     def bytes(self) -> int:
         """Its size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def word(self) -> str:
+        """Its dtype in the file; FXP603 if the format has none."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        word = DTYPES[dtype][1]
+        if word is None:
+            why, fix = f"safetensors has no {dtype}", "convert it to another dtype"
+            raise error("FXP603", where=self.file_name, why=why, fix=fix)
+        return word
 
 
 def save_pretrained(
@@ -75,26 +79,33 @@ def save_pretrained(
         _ExportedTensor(name, names.get(name, name), tensor.dtype, tuple(tensor.shape))
         for name, tensor in unused.items()
     ]
-    shards = _split_into_shards(kept, shard_bytes)
+    by_name = {each.file_name: each for each in kept}
+    sizes = {name: each.bytes for name, each in by_name.items()}
+    shards = split_into_files(sizes, shard_bytes)
+    index = format_index(shards, sizes) if len(shards) > 1 else ""
     writes = 0 in state.transport.local
     target = Path(directory).absolute()
     fresh = agree(
         state.transport, "where weights are saved",
-        lambda: (_make_temporary_folder(target) if writes else None, f"{target} {shard_bytes}"),
+        lambda: (
+            _make_temporary_folder(target) if all(e.word for e in kept) and writes else None,
+            f"{target} {shard_bytes}",
+        ),
     )  # fmt: skip
     failed: list[OSError] = []
     try:
         for file, members in shards.items():
+            own = [by_name[name] for name in members]
             with convert_transport_errors(state.transport, "saving weights"):
-                tensors = _iterate_tensors(state, unused, members)
+                tensors = _iterate_tensors(state, unused, own)
                 if fresh is None:
                     for _ in tensors:
                         pass
                 else:
-                    _write(fresh / file, members, tensors, failed)
+                    _write(fresh / file, own, tensors, failed)
         agree(
             state.transport, "saving weights",
-            lambda: (fresh is None or _finish_folder(target, fresh, shards, config, failed), ""),
+            lambda: (fresh is None or _finish_folder(target, fresh, index, config, failed), ""),
         )  # fmt: skip
     finally:
         if fresh is not None:
@@ -102,31 +113,10 @@ def save_pretrained(
     return tuple(target / name for name in _list_files(shards, config))
 
 
-def _split_into_shards(
-    kept: Sequence[_ExportedTensor], largest: int
-) -> dict[str, list[_ExportedTensor]]:
-    """Return the tensors of each file, in order; a tensor above the limit gets its own file."""
-    groups: list[list[_ExportedTensor]] = [[]]
-    size = 0
-    for each in kept:
-        if groups[-1] and size + each.bytes > largest:
-            groups.append([])
-            size = 0
-        groups[-1].append(each)
-        size += each.bytes
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    count = len(groups)
-    return {
-        f"model-{number:05}-of-{count:05}.safetensors": group
-        for number, group in enumerate(groups, 1)
-    }
-
-
-def _list_files(shards: Mapping[str, Sequence[_ExportedTensor]], config: str) -> list[str]:
+def _list_files(shards: Iterable[str], config: str) -> list[str]:
     found = list(shards)
-    if len(shards) > 1:
-        found.append("model.safetensors.index.json")
+    if len(found) > 1:
+        found.append(INDEX)
     return [*found, "config.json"] if config else found
 
 
@@ -149,18 +139,9 @@ def _write(
     failed: list[OSError],
 ) -> None:
     """Write one file; after an error, still receive the tensors that other ranks send."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for each in members:
-        offsets = [start, start + each.bytes]
-        header[each.file_name] = {
-            "dtype": _NAMES[each.dtype], "shape": list(each.shape), "data_offsets": offsets,
-        }  # fmt: skip
-        start += each.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    entries = [(each.file_name, each.word, each.shape, each.bytes) for each in members]
     with _open_file(path, failed) as file:
-        _write_bytes(file, len(text).to_bytes(8, "little") + text, failed)
+        _write_bytes(file, safetensors_header.encode(entries, {"format": "pt"}), failed)
         for tensor in tensors:
             assert tensor is not None, "rank 0 receives every tensor"
             if tensor.numel():
@@ -213,7 +194,7 @@ def _make_temporary_folder(target: Path) -> Path:
 def _finish_folder(
     target: Path,
     fresh: Path,
-    shards: Mapping[str, Sequence[_ExportedTensor]],
+    index: str,
     config: str,
     failed: Sequence[OSError],
 ) -> bool:
@@ -221,14 +202,8 @@ def _finish_folder(
     try:
         if failed:
             raise failed[0]
-        if len(shards) > 1:
-            members = [(each, file) for file, group in shards.items() for each in group]
-            index = {
-                "metadata": {"total_size": sum(each.bytes for each, _ in members)},
-                "weight_map": {each.file_name: file for each, file in members},
-            }
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (fresh / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        if index:
+            (fresh / INDEX).write_text(index, encoding="utf-8")
         if config:
             (fresh / "config.json").write_text(config, encoding="utf-8")
         _replace_folder(target, fresh)
