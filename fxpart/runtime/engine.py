@@ -17,6 +17,7 @@ from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.batch.batch_reader import MicrobatchSplit
 from fxpart.runtime.dtypes import torch_dtype
 from fxpart.runtime.executor.instruction import BackwardHooks, StageFailure, StepInput
+from fxpart.runtime.executor.rank_program import RankProgram
 from fxpart.runtime.executor.routes import find_routes
 from fxpart.runtime.executor.step_executor import StepExecutor
 from fxpart.runtime.gradients.tied_parameters import find_tied_transfers
@@ -183,14 +184,19 @@ class PipelineEngine:
         )
         hooks = None if self._hooks is None else self._hooks(mesh_rank.index)
         own = [k for k in range(len(ranks)) if has_mesh_rank(self._ranks, k, mesh_rank.index)]
-        return [
-            StepExecutor(
+        receivers = partial(find_receivers, self._ranks, mesh_rank=mesh_rank.index)
+        programs = [
+            RankProgram(
                 mesh_rank.spec,
                 {s: m for s, m in mesh_rank.modules.items() if ranks[s] == rank},
-                schedule,
-                rank,
-                self._transport,
-                self._devices[rank],
+                schedule, rank, self._transport, self._devices[rank], receivers,
+            )
+            for rank in self._transport.local
+            if rank in [ranks[stage] for stage in own]
+        ]  # fmt: skip
+        return [
+            StepExecutor(
+                program,
                 train=train,
                 keep_outputs=keep_outputs,
                 on_failure=partial(self._local.leave, mesh_rank.index),
@@ -199,10 +205,8 @@ class PipelineEngine:
                 recompute=self._recompute,
                 offload=self._offload,
                 events=self._events,
-                receivers=partial(find_receivers, self._ranks, mesh_rank=mesh_rank.index),
             )
-            for rank in self._transport.local
-            if rank in [ranks[stage] for stage in own]
+            for program in programs
         ]
 
     def _record_gate(self, executor: StepExecutor, gate: Callable[[], None]) -> Callable[[], None]:

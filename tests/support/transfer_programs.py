@@ -23,6 +23,7 @@ from fxpart.program.edges import find_stage_edges as edges_of
 from fxpart.program.spec import InputSpec, ProgramSpec, StageSpec, StateSpec, ValueSpec
 from fxpart.runtime import InProcess, ProcessGroupTransport
 from fxpart.runtime.executor.instruction import StepInput
+from fxpart.runtime.executor.rank_program import RankProgram
 from fxpart.runtime.executor.routes import MessageRoutes
 from fxpart.runtime.executor.step_executor import StepExecutor
 from fxpart.runtime.transport.interface import Transport
@@ -263,7 +264,9 @@ def executed(given: Case, transport: Transport, checked: Counter[str]) -> list[S
             if at == rank
         }
         if mine:
-            executors.append(StepExecutor(spec, mine, schedule, rank, transport, _CPU, train=True))
+            executors.append(
+                StepExecutor(RankProgram(spec, mine, schedule, rank, transport, _CPU), train=True)
+            )
         modules |= mine
     count = schedule.microbatches
     feed = StepInput(
@@ -290,7 +293,7 @@ def _turns(runs: list[Iterator[None]]) -> None:
 def driven(given: Case, rank: int, transport: Transport, checked: Counter[str]) -> list[Any]:
     """One rank of any schedule, copies of stages too: messages alone; the handles of sends."""
     schedule, spec = given.schedule, given.spec
-    routes = MessageRoutes(spec, schedule, rank, transport, _CPU)
+    routes = MessageRoutes(RankProgram(spec, {}, schedule, rank, transport, _CPU))
     dependence = Dependence.of(schedule, edges_of(spec))
     stages = [Dummy(stage, given.elements, checked) for stage in spec.stages]
     sending: deque[Any] = deque()

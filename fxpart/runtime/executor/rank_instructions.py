@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from fxpart.diagnostics.flight_recorder import FlightRecorder, Mark
-from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.executor.executor import Executor
 from fxpart.runtime.executor.instruction import (
     BackwardHooks,
@@ -22,6 +20,7 @@ from fxpart.runtime.executor.instruction import (
     add_backward_hooks,
     do_nothing,
 )
+from fxpart.runtime.executor.rank_program import RankProgram
 from fxpart.runtime.executor.recompute import Mode
 from fxpart.runtime.executor.routes import Arrival, MessageRoutes
 from fxpart.runtime.executor.split_backward import BackwardSplitter, WeightBackward
@@ -29,8 +28,7 @@ from fxpart.runtime.executor.stage_microbatch import BackwardRoots, StageMicroba
 from fxpart.runtime.executor.stage_signature import StageSignature
 from fxpart.runtime.executor.value_sender import LinkSender, ValueSender
 from fxpart.runtime.gradients.tied_parameters import TiedGradientReducer
-from fxpart.runtime.transport.interface import Transport
-from fxpart.schedule.action import Action, ActionKind, Schedule
+from fxpart.schedule.action import Action, ActionKind
 
 _BACKWARDS = (ActionKind.B, ActionKind.I, ActionKind.W)  # Actions that add to a stage's gradients.
 _ENDS = (ActionKind.B, ActionKind.I)  # Actions that free a microbatch's tensors.
@@ -40,18 +38,12 @@ class RankInstructions(Executor):
     """The instructions of one rank's step, and their shared state.
 
     losses, outputs (by name): per microbatch, for this rank's stages. halves: by stage, the
-    splitter of its backwards. receivers: returns the ranks to which a stage of this rank sends the
-    messages for another stage; None: the rank of the schedule.
+    splitter of its backwards.
     """
 
     def __init__(
         self,
-        spec: ProgramSpec,
-        modules: Mapping[int, nn.Module],
-        schedule: Schedule,
-        rank: int,
-        transport: Transport,
-        device: torch.device,
+        program: RankProgram,
         *,
         train: bool,
         keep_outputs: bool = False,
@@ -61,23 +53,22 @@ class RankInstructions(Executor):
         recompute: Mapping[int, Mode] | None = None,
         offload: bool = False,
         events: FlightRecorder | None = None,
-        receivers: Callable[[int, int], tuple[int, ...]] | None = None,
     ) -> None:
-        """modules: the rank's stage modules by stage index.
+        """program: what the rank runs.
 
         on_failure, threads: see :class:`~fxpart.runtime.executor.executor.Executor`. hooks: hooks
         around backwards. recompute: stages that do not store their activations. offload: whether
         activations wait in host memory. events: the recorder of actions; None: a private one.
         """
         super().__init__(
-            rank, schedule.stage_rank, FlightRecorder(rank, 64) if events is None else events,
+            program.rank, program.schedule.stage_rank,
+            FlightRecorder(program.rank, 64) if events is None else events,
             threads=threads, on_failure=on_failure,
         )  # fmt: skip
-        self._receivers = receivers or (lambda _, target: (schedule.stage_rank[target],))
-        self._hooks, self._transport, self._device = hooks, transport, device
-        self._train = train
+        spec, modules, schedule = program.spec, program.modules, program.schedule
+        self._receivers, self._hooks, self._train = program.find_receivers, hooks, train
         self._runs = schedule.runs
-        self._routes = MessageRoutes(spec, schedule, rank, transport, device)
+        self._routes = MessageRoutes(program)
         found, again = self._routes.found, (recompute or {}) if train else {}
         self._signatures = {
             index: StageSignature.of(
@@ -93,13 +84,11 @@ class RankInstructions(Executor):
         }
         self._cells: dict[tuple[int, int], StageMicrobatch] = {}
         self._weight_backwards: dict[tuple[int, int], WeightBackward | None] = {}
-        self._sender = ValueSender(transport, rank, device)
+        self._sender = ValueSender(program.transport, program.rank, program.device)
         self._feed = StepInput((), (), (), ())
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: dict[str, dict[int, torch.Tensor]] = {}
-        self._tied_gradients = TiedGradientReducer(
-            spec, modules, schedule, rank, transport, device, self._receivers
-        )
+        self._tied_gradients = TiedGradientReducer(program)
         self._late_arrivals: list[Arrival] = []
         self.halves = {
             index: BackwardSplitter(
@@ -109,7 +98,7 @@ class RankInstructions(Executor):
             )
             for index, module in modules.items()
         }
-        self._prepared = self._instructions = self._prepare(schedule.ranks[rank])
+        self._prepared = self._instructions = self._prepare(schedule.ranks[program.rank])
 
     def _prepare(self, actions: Sequence[Action]) -> list[Instruction]:
         last = {cell: i for i, a in enumerate(actions) for cell in self._find_read_cells(a)}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import torch
-
 from fxpart.program.edges import ValueEdge, find_stage_edges, find_value_edges
 from fxpart.program.spec import ProgramSpec
+from fxpart.runtime.executor.rank_program import RankProgram
 from fxpart.runtime.executor.receive_queue import ReceiveQueue, StageMessage
 from fxpart.runtime.gradients.tied_parameters import find_tied_parameters
 from fxpart.runtime.mesh.mesh_ranks import Ranks, find_receivers
-from fxpart.runtime.transport.interface import BACKWARD, FORWARD, STATE, Route, Transport
-from fxpart.schedule.action import Action, ActionKind, Schedule
+from fxpart.runtime.transport.interface import BACKWARD, FORWARD, STATE, Route
+from fxpart.schedule.action import Action, ActionKind
 
 Arrival = tuple[ReceiveQueue, int, tuple[ValueEdge, ...]]
 
@@ -24,15 +23,9 @@ class MessageRoutes:
     links from a stage to another. returns: the links whose gradients a stage sends to another.
     """
 
-    def __init__(
-        self,
-        spec: ProgramSpec,
-        schedule: Schedule,
-        rank: int,
-        transport: Transport,
-        device: torch.device,
-    ) -> None:
-        """schedule: lowered. device: of received tensors."""
+    def __init__(self, program: RankProgram) -> None:
+        """Prepare the messages. program: what the rank runs."""
+        spec, schedule, rank = program.spec, program.schedule, program.rank
         self.found = find_value_edges(spec)
         self.values: dict[tuple[int, int], tuple[ValueEdge, ...]] = {}
         self.returns: dict[tuple[int, int], tuple[ValueEdge, ...]] = {}
@@ -58,8 +51,9 @@ class MessageRoutes:
                     messages = [StageMessage(self.carried(a), a.microbatch) for a in mine]
                     if messages:
                         inbox = ReceiveQueue(
-                            transport, source, rank, channel, device, messages, orders=True
-                        )
+                            program.transport, source, rank, channel, program.device, messages,
+                            orders=True,
+                        )  # fmt: skip
                         self._add(inbox, mine)
 
     def carried(self, send: Action) -> tuple[ValueEdge, ...]:

@@ -14,18 +14,18 @@ part to the owner, which adds it at the end of the step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
 import torch
-from torch import nn
 
 from fxpart.program.edges import ValueEdge, find_stage_edges
 from fxpart.program.spec import ProgramSpec, has_backward
+from fxpart.runtime.executor.rank_program import RankProgram
 from fxpart.runtime.executor.receive_queue import ReceiveQueue, StageMessage
-from fxpart.runtime.transport.interface import STATE, Transport
+from fxpart.runtime.transport.interface import STATE
 from fxpart.schedule.action import ActionKind, Schedule
 from fxpart.schedule.channels import TiedTransfer
 from fxpart.schedule.rendezvous import execute
@@ -114,24 +114,13 @@ def is_tied_gradient_order_exact(spec: ProgramSpec) -> bool:
 class TiedGradientReducer:
     """Reduction of tied gradients around each backward of one rank's stages."""
 
-    def __init__(
-        self,
-        spec: ProgramSpec,
-        modules: Mapping[int, nn.Module],
-        schedule: Schedule,
-        rank: int,
-        transport: Transport,
-        device: torch.device,
-        receivers: Callable[[int, int], tuple[int, ...]],
-    ) -> None:
-        """modules: the rank's stage modules by stage index. schedule: lowered.
-
-        receivers: returns the ranks to which a stage of this rank sends its sums for another stage.
-        """
-        self._receivers = receivers
-        self._rank = rank
-        self._transport = transport
-        self._device = device
+    def __init__(self, program: RankProgram) -> None:
+        """Prepare the messages. program: what the rank runs."""
+        spec, modules, schedule = program.spec, program.modules, program.schedule
+        self._receivers = program.find_receivers
+        self._rank = program.rank
+        self._transport = program.transport
+        self._device = program.device
         self._stage_rank = schedule.stage_rank
         # Sparse gradients are combined at the end of a step (fxpart.runtime.embedding_tables).
         self._shared = find_tied_parameters(spec, sparse=False)
