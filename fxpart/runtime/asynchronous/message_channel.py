@@ -59,7 +59,8 @@ class ReceiveChannel:
 
     def __init__(self, route: MessageRoute, ahead: int) -> None:
         """Create a channel. ahead: receives to post beyond the next one."""
-        self._route = route
+        self._transport, self._ends, self._device = route.transport, route.ends, route.device
+        self._form = route.form
         self._ahead = ahead
         self.source = route.ends[0]
         self.begin()
@@ -79,15 +80,14 @@ class ReceiveChannel:
         """Return whether the next message has arrived. index: unused, as messages are ordered."""
         self._ensure(self.taken + 1)
         header, handles, _ = self._handles[0]
-        ready = self._route.transport.ready
-        return ready(header) and all(map(ready, handles))
+        return self._transport.ready(header) and all(map(self._transport.ready, handles))
 
     def take(self) -> tuple[StageMessageHeader, list[torch.Tensor]]:
         """Wait for the next message, then post another receive."""
         self._ensure(self.taken + 1)
         header, handles, form = self._handles.popleft()
         self.taken += 1
-        wait = self._route.transport.wait
+        wait = self._transport.wait
         microbatch, version, halted = wait(header).tolist()
         tensors = [wait(handle) for handle in handles]
         self._ensure(self.taken + self._ahead)
@@ -110,11 +110,11 @@ class ReceiveChannel:
     def _ensure(self, count: int) -> None:
         if self._limit is not None:
             count = min(count, self._limit)
-        post, ends, device = self._route.transport.post, self._route.ends, self._route.device
+        post = self._transport.post
         while self._posted < count:
-            form = self._route.form(self._posted)
-            header = post(*ends, (_LENGTH,), torch.int64, _CPU)
-            handles = [post(*ends, shape, sent, device) for shape, sent, _ in form]
+            form = self._form(self._posted)
+            header = post(*self._ends, (_LENGTH,), torch.int64, _CPU)
+            handles = [post(*self._ends, shape, sent, self._device) for shape, sent, _ in form]
             self._handles.append((header, handles, form))
             self._posted += 1
 
@@ -124,7 +124,8 @@ class SendChannel:
 
     def __init__(self, route: MessageRoute, window: int) -> None:
         """Create a channel. window: messages in transit before ``send`` waits for the oldest."""
-        self._route = route
+        self._transport, self._ends, self._device = route.transport, route.ends, route.device
+        self._form = route.form
         self._window = window
         self._sending: deque[Sequence[Any]] = deque()
         self.sent = 0
@@ -138,13 +139,13 @@ class SendChannel:
         while len(self._sending) >= self._window:
             self._finish()
         whole = [header.tensor(), *tensors]
-        self._sending.append(self._route.transport.send_all(*self._route.ends, whole))
+        self._sending.append(self._transport.send_all(*self._ends, whole))
         self.sent += 1
 
     def zeros(self, header: StageMessageHeader) -> None:
         """Send the next message with zeros in it."""
-        form, device = self._route.form(self.sent), self._route.device
-        self.send(header, [torch.zeros(s, dtype=d, device=device) for s, d, _ in form])
+        form = self._form(self.sent)
+        self.send(header, [torch.zeros(s, dtype=d, device=self._device) for s, d, _ in form])
 
     def end(self, posted: int) -> None:
         """Complete the receives that the receiver has posted but does not need."""
@@ -158,4 +159,4 @@ class SendChannel:
 
     def _finish(self) -> None:
         for handle in self._sending.popleft():
-            self._route.transport.wait(handle)
+            self._transport.wait(handle)
