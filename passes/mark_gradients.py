@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxpart.compiler.graph_edit import annotate, fake_mode
+from fxpart.compiler.collective_calls import find_regathered
+from fxpart.compiler.graph_edit import annotate, annotation, fake_mode
 from fxpart.compiler.node_annotation import Level, SavedTensor
 from fxpart.compiler.op_behavior import StorageAnalysis
 
@@ -41,4 +42,16 @@ class MarkGradientsPass:
                 )
             if node.op != "output":
                 annotate(node, requires_grad=any(part.grad for part in walk.parts[node]))
+        _separate_regathered(graph_module.graph)
         return graph_module
+
+
+def _separate_regathered(graph: fx.Graph) -> None:
+    """Move the gathered parameters that the backward gathers again out of ``saved``."""
+    names = {node.name for node in find_regathered(graph)}
+    for node in graph.nodes if names else ():
+        saved = annotation(node).saved
+        again = tuple(tensor for tensor in saved if tensor.source in names)
+        if again:
+            kept = tuple(tensor for tensor in saved if tensor.source not in names)
+            annotate(node, saved=kept, regathered=again)

@@ -15,11 +15,14 @@ import torch
 from torch import fx
 
 from fxpart import collectives
+from fxpart.compiler.graph_edit import annotation
 from fxpart.sharding import Mesh
 
 RANDOM = "random_shard"  # random_shard(mesh, shape, placements, key, index, op, *args, **kwargs)
 # Collectives that write batch-norm running statistics: position of the first of the two buffers.
 WRITING = {"batch_norm_rows": 5}
+# Ops that may change the dtype.
+CASTS = frozenset({"to", "type_as", "_to_copy", "float", "half", "bfloat16"})
 IDENTITIES = frozenset({"enter", "leave", "first_only", "slice_shard"})  # may alias the input
 _RANDOM_FIRST = 2  # number of arguments before the key
 
@@ -45,6 +48,25 @@ def random_part(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def bind_fake_communicator(target: Any, mesh: Mesh, mesh_rank: int) -> Any:
     """Bind a collective to a fake communicator, which computes shapes only."""
     return partial(target, collectives.FakeCommunicator(mesh, mesh_rank))
+
+
+def find_regathered(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
+    """Return the gathers of trained parameters, and their casts, with what each is computed from.
+
+    That is an earlier one of them, None for a parameter. The backward gathers such a value again
+    instead of saving it (:mod:`fxpart.collectives.parameter_regather`).
+    """
+    found: dict[fx.Node, fx.Node | None] = {}
+    for node in graph.nodes:
+        given = node.args[0] if node.op == "call_function" and node.args else None
+        if not isinstance(given, fx.Node) or not annotation(node).requires_grad:
+            continue
+        gathers = is_collective(node.target) and node.target.__name__ == "all_gather"
+        if given in found and (gathers or op_name(node.target).split(".")[1] in CASTS):
+            found[node] = given
+        elif gathers and given.op == "get_attr":
+            found[node] = None
+    return found
 
 
 def parse_random_call(node: fx.Node) -> tuple[Any, ...] | None:

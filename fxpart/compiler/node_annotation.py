@@ -96,7 +96,8 @@ class NodeAnnotation:
     module: module path of the op ("" for the root). source: user source line as "file.py:12", or
     "". requires_grad: whether the node's value requires a gradient. random: index among the graph's
     random ops, None for others. block, stage: the block and the stage it belongs to. saved: tensors
-    that autograd saves for this op, without parameters and buffers. working: temporary memory.
+    that autograd saves for this op, without parameters and buffers. regathered: gathered parameters
+    that it would save, which the backward gathers again. working: temporary memory.
     """
 
     module: str = ""
@@ -106,5 +107,6 @@ class NodeAnnotation:
     block: int | None = None
     stage: int | None = None
     saved: tuple[SavedTensor, ...] = ()
+    regathered: tuple[SavedTensor, ...] = ()
     sharding: NodeSharding | None = None
     working: OpWorkspace = OpWorkspace()

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from fxpart.compiler.collective_calls import is_collective
+from fxpart.compiler.collective_calls import find_regathered
 from fxpart.costmodels.tensor_sizes import tensor_bytes
 from fxpart.costs import TensorSpec
-from fxpart.pricing.specs import CASTS, Specs, annotation
+from fxpart.pricing.specs import Specs, annotation
 from fxpart.sharding import Mesh
 
 if TYPE_CHECKING:
@@ -49,25 +49,19 @@ class NodeTraffic:
     copied: tuple[Size, Size] = (0, 0)
 
 
-def regathers(graph: fx.Graph, specs: Specs) -> Counter[fx.Node]:
+def regathers(graph: fx.Graph) -> Counter[fx.Node]:
     """Return how often the backward gathers a parameter again: for each op that would save it.
 
-    See :mod:`fxpart.collectives.parameter_regather`. A parameter gathered over two axes counts for
-    both nodes.
+    A parameter gathered over two axes counts for both nodes.
     """
-    kept = Counter(s for node in graph.nodes for s in {s.source for s in annotation(node).saved})
-    found: Counter[fx.Node] = Counter()
-    for node in graph.nodes:
-        given = node.args[0] if node.args else None
-        if not isinstance(given, fx.Node) or not _gathers(node) or not specs.requires_grad(node):
-            continue
-        if given.op == "get_attr" or given in found:
-            casts = [user for user in node.users if _name(user) in CASTS]
-            found[node] = sum(kept[each.name] for each in (node, *casts))
-    for node in reversed(found):
-        for given in node.all_input_nodes:
-            if given in found:
-                found[given] += found[node]
+    sources = Counter(
+        name for n in graph.nodes for name in {tensor.source for tensor in annotation(n).regathered}
+    )
+    known = find_regathered(graph)
+    found = Counter({node: sources[node.name] for node in known})
+    for node, given in reversed(known.items()):
+        if given is not None:
+            found[given] += found[node]
     return found
 
 
@@ -78,7 +72,7 @@ def compute_node_traffic(
 
     A local form of an op (an embedding with sharded rows) whose results lack the sharded dim leaves
     reductions to explicit nodes; where it reduces inside, that is small (a loss, statistics) and
-    counted as the all-reduce of its results over its axes. again: see :func:`regathers`.
+    counted as the all-reduce of its results over its axes. regathered: see :func:`regathers`.
     """
     name = _name(node)
     if name in _SILENT:
@@ -165,10 +159,6 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     bound = signature(node.target).bind(None, *node.args, **node.kwargs)  # type: ignore[arg-type]
     bound.apply_defaults()
     return bound.arguments
-
-
-def _gathers(node: fx.Node) -> bool:
-    return is_collective(node.target) and _name(node) == "all_gather"
 
 
 def _name(node: fx.Node) -> str:

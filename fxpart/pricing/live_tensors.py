@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,7 +11,8 @@ from torch import fx
 from fxpart.compiler import BLOCKS_KEY
 from fxpart.compiler.collective_calls import is_collective
 from fxpart.compiler.duplicated_ops import add_duplicated_ops, find_duplicated_ops
-from fxpart.plan.model import Plan
+from fxpart.plan.model import Plan, Stage
+from fxpart.pricing.gradient_buckets import PackedGradients, list_buckets
 from fxpart.pricing.memory import find_needed_nodes
 from fxpart.pricing.recompute_costs import RecomputeCosts, RecomputedBlock
 from fxpart.pricing.specs import Specs, annotation
@@ -20,7 +22,7 @@ from fxpart.pricing.variants import BatchSplit, Sizes, captured_rows
 from fxpart.pricing.weights import trained_names
 from fxpart.schedule.weight_modes import FLUSH
 from fxpart.sharding import Mesh
-from fxpart.solver.problem import PartitionProblem
+from fxpart.solver.problem import PartitionProblem, Weight
 from fxpart.solver.schedule_costs import splits_backward
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ def with_live_tensors(
     recomputed = _recomputed_blocks(graph, specs, sizes) if again else []
     alive, duplicated = find_needed_nodes(graph.graph), find_duplicated_ops(graph.graph)
     nodes = [n for n in graph.graph.nodes if n in alive and annotation(n).block is not None]
+    devices = plan.cluster.devices
+    shared_memory = len({d.host for d in devices}) == 1 and {d.kind for d in devices} == {"cpu"}
     found = []
     for entry in plan.prediction.ranks:
         stage = plan.stages[entry.stage]
@@ -61,7 +65,12 @@ def with_live_tensors(
         own = [n for n in nodes if stage.first <= (annotation(n).block or 0) <= stage.last]
         with_duplicates = add_duplicated_ops(own, duplicated)
         mine = [n for n in nodes if n in with_duplicates]
-        ops = StageOps(mine, weights_of_stage, specs, sizes)
+        entering = [w for w in weights_of_stage if w.gradient and w.blocks[-1] > stage.last]
+        ops = StageOps(
+            mine, weights_of_stage, specs, sizes,
+            _list_buckets(mine, weights_of_stage, stage, shared, shared_memory),
+            sum(w.weight for w in entering if not w.sparse),
+        )  # fmt: skip
         if stage.recompute == "none":
             peak = StagePeak(ops)
         else:
@@ -72,6 +81,21 @@ def with_live_tensors(
         )
     prediction = msgspec.structs.replace(plan.prediction, ranks=tuple(found))
     return msgspec.structs.replace(plan, prediction=prediction)
+
+
+def _list_buckets(
+    nodes: Sequence[fx.Node],
+    weights: Sequence[Weight],
+    stage: Stage,
+    shared: StageParallelism,
+    shared_memory: bool,
+) -> list[PackedGradients]:
+    """Return the buckets of the gradients that no other stage contributes to."""
+    used = dict.fromkeys(str(n.target) for node in nodes for n in node.all_input_nodes)
+    order = {name: index for index, name in enumerate(used)}
+    own = [w for w in weights if stage.first <= w.blocks[0] and w.blocks[-1] <= stage.last]
+    own.sort(key=lambda w: order.get(w.name, len(order)))
+    return list_buckets(own, shared, shared_memory=shared_memory)
 
 
 def _recomputed_blocks(

@@ -26,6 +26,7 @@ from fxpart.pricing.collective_traffic import (
 )
 from fxpart.pricing.device_groups import Rings, group_devices
 from fxpart.pricing.device_limits import RESERVE, group_by_kind, limits
+from fxpart.pricing.gradient_buckets import largest_bucket
 from fxpart.pricing.host_offload import HostOffload
 from fxpart.pricing.memory import crossing, saved_storages
 from fxpart.pricing.non_op_costs import NonOpCosts
@@ -45,15 +46,12 @@ from fxpart.solver.problem import (
     Variant,
     Weight,
 )
-from fxpart.solver.replicated_chain.gradient_reduction import PIECE as BUCKET
 from fxpart.solver.schedule_costs import splits_backward
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
     from fxpart.cluster.model import Cluster
     from fxpart.costs import CostModel, OpSpec
-
-FIRST = 1 << 20  # bytes of the first bucket
 
 
 def price(
@@ -235,7 +233,7 @@ class _Pricer:
         self._nodes: list[fx.Node] = []
         self._rings = rings
         self._moves: list[tuple[int, NodeTraffic]] = []
-        regathered = regathers(graph.graph, specs)
+        regathered = regathers(graph.graph)
         for node in graph.graph.nodes:
             block = annotation(node).block
             if block is not None and is_collective(node.target):
@@ -365,35 +363,3 @@ def _provenance(
         names = ", ".join(sorted(pricer.unknown))
         result["sizes"] = f"only known at run time, assumed to be the microbatch size: {names}"
     return result
-
-
-def largest_bucket(weights: Sequence[Weight], sharing: StageParallelism) -> int:
-    """Return the bytes of the largest gradient bucket; 0 where no gradients are reduced.
-
-    weights: as without ZeRO, in the order of their blocks, which is that of their use. A stage
-    packs only its own gradients; none of its buckets is larger than 25 MiB or one gradient. The
-    runtime packs gradients into buckets (:mod:`fxpart.runtime.gradients.buckets`): those of a
-    bucket and the bucket itself are resident together until it is full. A gradient that is reduced
-    alone is not copied.
-    """
-    kinds: dict[tuple[str, ...], list[int]] = {}
-    for weight in reversed(weights):
-        axes = sharing.partial.get(weight.name, ())
-        axes = tuple(a for a in axes if sharing.mesh.shape[sharing.mesh.index(a)] > 1)
-        if weight.gradient and axes:
-            kinds.setdefault(axes, []).append(weight.gradient)
-    return max(map(_largest, kinds.values()), default=0)
-
-
-def _largest(sizes: Sequence[int]) -> int:
-    """Return the largest bucket of adjacent gradients; a bucket of one gradient is not a copy.
-
-    Except the last one: it has flags behind its gradients, up to 25 MiB.
-    """
-    found, filled, count, limit = 0, 0, 0, FIRST
-    for size in sizes:
-        if count and filled + size > limit:
-            found, limit = max(found, filled if count > 1 else 0), BUCKET
-            filled = count = 0
-        filled, count = filled + size, count + 1
-    return max(found, filled if count > 1 or filled <= BUCKET else 0)

@@ -14,6 +14,7 @@ from fxpart.collectives.random_ops import DRAWN_IN_PARTS
 from fxpart.compat import has_unbacked_symbols, size_hint
 from fxpart.compiler import KEY, NodeAnnotation
 from fxpart.compiler.collective_calls import (
+    CASTS,
     is_random_shard,
     op_name,
     unwrap_seeded_call,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 
 _LAYOUT = frozenset({"contiguous", "reshape", "reshape_as", "flatten"})
-CASTS = frozenset({"to", "type_as", "_to_copy", "float", "half", "bfloat16"})
 _NOTHING = NodeAnnotation()
 
 

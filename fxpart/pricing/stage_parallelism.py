@@ -77,7 +77,7 @@ class StageParallelism:
         step's reduction, which is counted here as sharded. For an embedding table every rank
         receives the rows of all.
         """
-        axes = self._select_zero_axes(weight)
+        axes = self.select_zero_axes(weight)
         if not axes or not weight.gradient:
             return weight
         parts = self.mesh.count(*axes)
@@ -91,7 +91,12 @@ class StageParallelism:
             gradient=weight.gradient if whole else -(-weight.gradient // parts),
         )
 
-    def _select_zero_axes(self, weight: Weight) -> tuple[str, ...]:
+    def list_summed_axes(self, name: str) -> tuple[str, ...]:
+        """Return the axes of several ranks over which a parameter's gradient is reduced."""
+        axes = self.partial.get(name, ())
+        return tuple(axis for axis in axes if self.mesh.shape[self.mesh.index(axis)] > 1)
+
+    def select_zero_axes(self, weight: Weight) -> tuple[str, ...]:
         """Return the axes over which ZeRO 1 and 2 shard a parameter; none at other levels."""
         if self.zero not in (1, 2):
             return ()
@@ -124,7 +129,7 @@ class StageParallelism:
                     bytes_of[block, "shard(0)", "replicate", (axis,)] += weight.rows
                 axes = ()
             gradient = weight.gradient
-            if zero := self._select_zero_axes(weight):
+            if zero := self.select_zero_axes(weight):
                 bytes_of[block, "shard(0)", "replicate", zero] += weight.weight
                 settled[block] += weight.rows
                 if {*zero} <= {*axes}:

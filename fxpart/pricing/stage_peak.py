@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from fxpart.plan.prediction import LiveTensor, RankPrediction
+from fxpart.pricing.gradient_buckets import PackedGradients
 from fxpart.pricing.recompute_costs import RecomputedBlock
 from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes
@@ -42,12 +43,19 @@ class _SavedTensor:
 
 @dataclass(frozen=True)
 class StageOps:
-    """What a rank computes of a stage. nodes: in order. weights: parameters and buffers."""
+    """What a rank computes of a stage.
+
+    nodes: in order. weights: parameters and buffers. buckets: of gradients, in the order in which
+    they are reduced. entering: bytes of tied parameters' gradients that later stages have computed
+    of a microbatch, which exist during its backward.
+    """
 
     nodes: Sequence[fx.Node]
     weights: Sequence[Weight]
     specs: Specs
     sizes: Sizes
+    buckets: Sequence[PackedGradients] = ()
+    entering: int = 0
 
     @property
     def scope(self) -> BlockScope:
@@ -62,6 +70,7 @@ class StagePeak:
     def __init__(self, stage: StageOps) -> None:
         """Find lifetimes."""
         self._nodes, self._weights, self._sizes = stage.nodes, stage.weights, stage.sizes
+        self._buckets, self._entering = stage.buckets, stage.entering
         self._space = Workspace(stage.scope, stage.specs, 1, whole=True)
         self._saved_tensors = list(self._storages())
         self._saved = sum(kept.size for kept in self._saved_tensors)
@@ -92,37 +101,44 @@ class StagePeak:
         fixed = entry.memory.weights + entry.memory.buffers + entry.memory.optimizer
         fixed += entry.memory.copies
         moved = entry.memory.transfers // max(1, in_flight)
-        grown, packed = self._gradients_by_phase(trained), entry.memory.sums
-        cases: list[tuple[int, str, int, int, bool]] = []
-        for count, whole in ((in_flight, False), (full, True)):
+        # The last backward of a step reduces gradients, when no other microbatch is in flight
+        # unless the next minibatch follows.
+        passes = {(in_flight, False, microbatches == 1), (full, True, False)}
+        if microbatches > 1:
+            passes.add((in_flight if weights else 1, True, True))
+        cases: list[tuple[int, str, int, int, bool, int]] = []
+        for count, whole, last in sorted(passes):
             if count < 1:
                 continue
             others = fixed + count * moved + (count - 1) * self._saved
+            grown, packed = (
+                self._extend(rows)
+                for rows in (self._count_gradients(trained), self._count_packed(trained, last))
+            )
             for way, live in self._live_by_phase().items():
-                extra = np.full(len(live), gradients) if whole else np.zeros(len(live), np.int64)
+                extra = np.zeros(len(live), np.int64)
                 if way in grown:
-                    extra = (extra if whole else grown[way]) + packed
+                    extra = packed[way] + (0 if whole else grown[way])
+                extra = extra + (gradients if whole else 0)
                 at = int(np.argmax(live + extra)) if len(live) else 0
                 most = int((live + extra)[at]) if len(live) else 0
-                cases.append((others + most, way, at, count, whole))
+                more = int(packed[way][at]) if way in packed and len(live) else 0
+                cases.append((others + most, way, at, count, whole, more))
         temporary = max((w.temporary for w in trained), default=0)
         waiting = in_flight - 1 if weights else 0  # while an asynchronous stage updates
-        known = fixed + gradients + max(temporary, packed) + waiting * (moved + self._saved)
+        known = fixed + gradients + max(temporary, entry.memory.sums)
+        known += waiting * (moved + self._saved)
         most = known if weights else max(known, entry.update)
-        cases.append((most, "update", 0, waiting, True))
-        peak, way, at, count, whole = max(cases, key=lambda case: case[0])
+        cases.append((most, "update", 0, waiting, True, max(0, most - known)))
+        peak, way, at, count, whole, packed_bytes = max(cases, key=lambda case: case[0])
         rows = [*self._fixed(way, whole)]
         if entry.memory.copies:
             why = f"copies of weights, {weights}"
             rows.append(LiveTensor(name="weights", bytes=entry.memory.copies, why=why))
-        if packed and way not in ("forward", "update"):
-            rows.append(LiveTensor(name="gradients", bytes=packed, why="packed for reduction"))
-        if way != "update":
-            rows += self._moment(way, at, count)
-        else:
-            rows += self._flying(count)
-            if more := most - known:
-                rows.append(LiveTensor(name="gradients", bytes=more, why="packed for reduction"))
+        if packed_bytes:
+            why = "packed for reduction"
+            rows.append(LiveTensor(name="gradients", bytes=packed_bytes, why=why))
+        rows += self._flying(count) if way == "update" else self._moment(way, at, count)
         rows.sort(key=lambda row: (-row.bytes, row.name))
         return msgspec.structs.replace(entry, peak=peak, top=tuple(rows[:TOP]))
 
@@ -134,9 +150,9 @@ class StagePeak:
             "backward": backward + self._count_saved_in_backward(),
         }
 
-    def _gradients_by_phase(self, trained: Sequence[Weight]) -> dict[str, NDArray[np.int64]]:
-        """Return the gradient bytes that a first backward has made before each op."""
-        return {"backward": self._count_gradients(trained)}
+    def _extend(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """Return bytes by op of a backward, by the phases of a backward."""
+        return {"backward": rows}
 
     def _count_gradients(self, trained: Sequence[Weight]) -> NDArray[np.int64]:
         """Return by op the gradient bytes that a first backward has made before it."""
@@ -150,6 +166,36 @@ class StagePeak:
                 if source.op == "get_attr" and name in size and name not in seen:
                     seen.add(name)
                     total += size[name]
+        return rows
+
+    def _count_packed(self, trained: Sequence[Weight], last: bool) -> NDArray[np.int64]:
+        """Return by op the bytes by which reductions exceed the gradients that are kept.
+
+        Gradients are packed when the last of a bucket is final, after the backward of the op that
+        uses it first. last: whether this backward is a step's last.
+        """
+        rows = np.full(len(self._nodes), self._entering, dtype=np.int64)
+        kept = {w.name: w.gradient for w in trained}
+        first: dict[str, int] = {}
+        final: dict[str, int] = {}
+        for index, node in enumerate(self._nodes):
+            for source in node.all_input_nodes:
+                if source.op == "get_attr":
+                    first[str(source.target)] = index
+                    final.setdefault(str(source.target), index)
+        sent, until = 0, len(rows)  # a bucket is being sent while the next one fills
+        for bucket in self._buckets:
+            sizes = {n: size for n, size in bucket.sizes.items() if n in final and n in kept}
+            if not sizes or not (last or bucket.each):
+                continue
+            end = max(0, min(final[name] for name in sizes) - 1)
+            if bucket.each:
+                for name, size in sizes.items():
+                    rows[end : first[name]] += size
+                rows[end:until] += sent
+                sent, until = bucket.packed, end
+            rows[end] += bucket.packed
+        rows[:until] += sent
         return rows
 
     def _count_saved_in_forward(self) -> NDArray[np.int64]:
@@ -239,9 +285,8 @@ class RecomputedStagePeak(StagePeak):
             "backward": back + stored + others,
         }
 
-    def _gradients_by_phase(self, trained: Sequence[Weight]) -> dict[str, NDArray[np.int64]]:
-        grown = self._count_gradients(trained)
-        return {"recomputation": grown[self._ends], "backward": grown}
+    def _extend(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        return {"recomputation": rows[self._ends], "backward": rows}
 
     def _flying(self, count: int) -> Iterator[LiveTensor]:
         yield from self._stored(count, -1, False)

@@ -282,9 +282,14 @@ def _amount(node: fx.Node, specs: Specs) -> Size:
 
 
 def _inside(node: fx.Node, specs: Specs) -> tuple[Size, Size]:
-    """Return an op's internal memory in its forward and in its backward."""
-    working = annotation(node).working
+    """Return an op's internal memory in its forward and in its backward.
+
+    For its backward, the gathered parameters that it reads are gathered again.
+    """
+    notes = annotation(node)
+    working = notes.working
+    again = sum_sizes(tensor.size for tensor in notes.regathered)
     if working.forward == 0 and working.backward == 0:
-        return 0, 0
+        return 0, again
     part = specs.share(node)
-    return working.forward * part, working.backward * part
+    return working.forward * part, working.backward * part + again

@@ -168,9 +168,45 @@ def t5(rows: int = BATCH) -> Workload:
     return Workload(model, batch)
 
 
-MODELS: dict[str, Callable[[], Workload]] = {
+_DECODER = {
+    "vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def mixtral(rows: int = BATCH) -> Workload:
+    """A Mixtral of 4 layers of 4 experts."""
+    model = _hugging(
+        "MixtralForCausalLM", "MixtralConfig", intermediate_size=512, num_key_value_heads=4,
+        num_local_experts=4, num_experts_per_tok=2, **_DECODER,
+    )  # fmt: skip
+    tokens = _ids(rows, 64, 1024)
+    return Workload(model, {"input_ids": tokens, "labels": tokens.clone()})
+
+
+def deepseek(rows: int = BATCH) -> Workload:
+    """A DeepSeek-V3 of 4 layers: latent attention, a dense layer, then 8 experts and 2 shared."""
+    model = _hugging(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", intermediate_size=688, num_key_value_heads=8,
+        moe_intermediate_size=128, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3,
+        n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=64, kv_lora_rank=64,
+        qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32, **_DECODER,
+    )  # fmt: skip
+    tokens = _ids(rows, 64, 1024)
+    return Workload(model, {"input_ids": tokens, "labels": tokens.clone()})
+
+
+def unet(rows: int = BATCH) -> Workload:
+    """A U-Net of three levels: results that skip all levels below."""
+    from zoo_vision import UNet
+
+    batch = (torch.randn(rows, 3, 32, 32), _ids(rows, 32 * 32, 2).view(rows, 32, 32))
+    return Workload(UNet(width=32, depth=3).train(), batch, loss=functional.cross_entropy)
+
+
+MODELS: dict[str, Callable[..., Workload]] = {
     "gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit, "resnet50": resnet50,
-    "recommender": recommender, "t5": t5,
+    "recommender": recommender, "t5": t5, "mixtral": mixtral, "deepseek": deepseek, "unet": unet,
 }  # fmt: skip
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from fxpart.pricing import partition
-from fxpart.pricing.partition import largest_bucket
+from fxpart.pricing import gradient_buckets
+from fxpart.pricing.gradient_buckets import largest_bucket
 from fxpart.pricing.stage_parallelism import StageParallelism
 from fxpart.runtime.gradients import buckets as terms
 from fxpart.runtime.gradients import reduce_scatter
@@ -37,7 +37,7 @@ def _packed(sizes: list[int]) -> int:
 
 
 def test_limits_are_the_runtime_s() -> None:
-    assert (partition.BUCKET, partition.FIRST) == (reduce_scatter.BUCKET, terms.FIRST)
+    assert (gradient_buckets.BUCKET, gradient_buckets.FIRST) == (reduce_scatter.BUCKET, terms.FIRST)
 
 
 @pytest.mark.parametrize("seed", range(60))
