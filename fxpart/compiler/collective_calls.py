@@ -61,12 +61,21 @@ def find_regathered(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
         given = node.args[0] if node.op == "call_function" and node.args else None
         if not isinstance(given, fx.Node) or not annotation(node).requires_grad:
             continue
-        gathers = is_collective(node.target) and node.target.__name__ == "all_gather"
-        if given in found and (gathers or op_name(node.target).split(".")[1] in CASTS):
+        if given in found and (_is_gather(node) or op_name(node.target).split(".")[1] in CASTS):
             found[node] = given
-        elif gathers and given.op == "get_attr":
+        elif is_parameter_gather(node):
             found[node] = None
     return found
+
+
+def is_parameter_gather(node: fx.Node) -> bool:
+    """Return whether the node gathers a trained parameter."""
+    given = node.args[0] if _is_gather(node) and node.args else None
+    return isinstance(given, fx.Node) and given.op == "get_attr" and annotation(node).requires_grad
+
+
+def _is_gather(node: fx.Node) -> bool:
+    return is_collective(node.target) and getattr(node.target, "__name__", "") == "all_gather"
 
 
 def parse_random_call(node: fx.Node) -> tuple[Any, ...] | None:

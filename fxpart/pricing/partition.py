@@ -36,7 +36,7 @@ from fxpart.pricing.split_costs import SplitCosts
 from fxpart.pricing.stage_parallelism import GradientReductionTimes, StageParallelism
 from fxpart.pricing.variants import BatchSplit, Sizes, variants
 from fxpart.pricing.weights import trained_names, weights
-from fxpart.pricing.workspace import Workspace
+from fxpart.pricing.workspace import Workspace, blocks_ahead
 from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_schedules
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import (
@@ -99,7 +99,7 @@ def price(
     modes: tuple[Recompute, ...] = tuple(recompute) if captured.training else ("none",)
     pricer = _Pricer(
         graph, Specs(trained), model, own, whole, len(blocks), shared, rings, transfer_dtype, modes,
-        (*_schedules(schedules), *others), host,
+        (*_schedules(schedules), *others), host, blocks_ahead(cluster),
     )  # fmt: skip
     copying = max(each.copying for each in own)
     times = shared.compute_reduction_times(whole, len(blocks), model, rings, copying)
@@ -220,6 +220,7 @@ class _Pricer:
         recompute: tuple[Recompute, ...],
         schedules: Sequence[str],
         host: HostOffload,
+        ahead: int,
     ) -> None:
         self.host = host
         self.packed = largest_bucket(state, shared)
@@ -249,7 +250,7 @@ class _Pricer:
                 self._nodes.append(node)
         self.values, self._value_bytes = crossing(graph.graph, specs, transfer_dtype)
         self._saved = saved_storages(graph.graph, blocks)
-        self._workspace = Workspace(graph.graph, specs, blocks)
+        self._workspace = Workspace(graph.graph, specs, blocks, ahead=ahead)
         self._state = tuple(state)
         self._split: SplitCosts | None = None
         if any(map(splits_backward, schedules)):

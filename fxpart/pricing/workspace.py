@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from fxpart.compiler.collective_calls import unwrap_seeded_call
+from fxpart.collectives.gather_prefetch import UNDER_WAY
+from fxpart.compiler.collective_calls import is_parameter_gather, unwrap_seeded_call
 from fxpart.compiler.node_annotation import SavedTensor
 from fxpart.costmodels.tensor_sizes import sum_sizes, tensor_bytes
 from fxpart.pricing.memory import is_view
@@ -18,7 +19,13 @@ from fxpart.pricing.specs import Specs, annotation
 from fxpart.pricing.variants import Sizes
 
 if TYPE_CHECKING:
+    from fxpart.cluster.model import Cluster
     from fxpart.costs import Size
+
+
+def blocks_ahead(cluster: Cluster) -> int:
+    """Return for how many blocks ranks gather parameters before their use, by default."""
+    return int(all(device.kind != "cpu" for device in cluster.devices))
 
 
 @dataclass(frozen=True)
@@ -88,14 +95,23 @@ class Workspace:
     last user (or the block's end, if a later block uses it) to its own op, and what each op
     allocates for the gradients that it makes, less the saved tensors of the block that are freed by
     then. Views share their base's memory, and so does a gradient that an op passes on unchanged.
+    Parameters that are gathered before their use, and gradients whose reductions end later, are
+    part of both (:mod:`fxpart.collectives.gather_prefetch`).
     """
 
     def __init__(
-        self, graph: fx.Graph | BlockScope, specs: Specs, blocks: int, *, whole: bool = False
+        self,
+        graph: fx.Graph | BlockScope,
+        specs: Specs,
+        blocks: int,
+        *,
+        whole: bool = False,
+        ahead: int = 0,
     ) -> None:
         """Find each storage's lifetime; sizes stay symbolic.
 
-        whole: treat the scope as one block.
+        whole: treat the scope as one block. ahead: for how many blocks parameters are gathered
+        before their use.
         """
         scope = graph if isinstance(graph, BlockScope) else BlockScope.of(graph)
         self._blocks, self._nodes = blocks, scope.nodes
@@ -108,6 +124,7 @@ class Workspace:
         self._backward = self._gradients(specs)
         self._made, self._freed = self._saved_spans(specs)
         self._inside = [_inside(node, specs) for node in self._nodes]
+        self._early, self._under_way = self._gathers(specs, ahead)
 
     def _results(self, kept: frozenset[str], specs: Specs) -> _Lifetimes:
         """Return the storages that ops make and autograd does not save."""
@@ -184,6 +201,33 @@ class Workspace:
             freed.append(_StorageLifetime(start[block], first - 1, size))
         return self._lifetimes(made), self._lifetimes(freed)
 
+    def _gathers(self, specs: Specs, ahead: int) -> tuple[_Lifetimes, _Lifetimes]:
+        """Return parameters while they wait for the forward's use, and for the backward's.
+
+        The second has gradients of gathered parameters, too, until their reductions have ended.
+        """
+        gathers = [
+            (index, node)
+            for node, index in self._order.items()
+            if ahead and is_parameter_gather(node)
+        ]
+        reads = [
+            (index, node) for node, index in self._order.items() if annotation(node).regathered
+        ]
+        early, late = list[_StorageLifetime](), list[_StorageLifetime]()
+        for place, (index, node) in enumerate(gathers):
+            block, size = annotation(node).block or 0, _amount(node, specs)
+            start = next(i for i, n in gathers if (annotation(n).block or 0) >= block - ahead)
+            early.append(_StorageLifetime(start, index - 1, size, node))
+            end = gathers[place - UNDER_WAY][0] if place >= UNDER_WAY else 0
+            late.append(_StorageLifetime(end, index - 1, size, node))
+        for index, node in reads if ahead else ():
+            block = annotation(node).block or 0
+            first = max(i for i, n in reads if (annotation(n).block or 0) <= block + ahead)
+            size = sum_sizes(tensor.size for tensor in annotation(node).regathered)
+            late.append(_StorageLifetime(index + 1, first, size, node))
+        return self._lifetimes(early), self._lifetimes(late)
+
     def bytes(
         self,
         sizes: Sizes,
@@ -250,8 +294,9 @@ class Workspace:
         inside = np.array(
             [[sizes.number(size) for size in pair] for pair in self._inside], dtype=np.int64
         ).reshape(len(self._nodes), 2)
-        forward = self._forward.live(sizes) + inside[:, 0]
-        return forward, self._backward.live(sizes) + inside[:, 1]
+        forward = self._forward.live(sizes) + inside[:, 0] + self._early.live(sizes)
+        backward = self._backward.live(sizes) + inside[:, 1] + self._under_way.live(sizes)
+        return forward, backward
 
     def alive_at(self, sizes: Sizes, at: int, forward: bool) -> Iterator[tuple[fx.Node, int]]:
         """Yield the nodes whose result or gradient is live while op ``at`` runs, with its bytes."""

@@ -96,7 +96,7 @@ PLANNING = {
     "spaces": "spaces",
     "maxload": "maxload_optima",
 }  # table: result
-COSTED = ("communication", "accuracy", "choice", "memory", "profiling")
+COSTED = ("communication", "accuracy", "choice", "memory", "memory_layouts", "profiling")
 COSTS = {name: name for name in COSTED}  # table: result
 
 

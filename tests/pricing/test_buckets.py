@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxpart.pricing import gradient_buckets
-from fxpart.pricing.gradient_buckets import largest_bucket
+from fxpart.pricing.gradient_buckets import largest_bucket, list_buckets
 from fxpart.pricing.stage_parallelism import StageParallelism
 from fxpart.runtime.gradients import buckets as terms
 from fxpart.runtime.gradients import reduce_scatter
@@ -48,6 +48,28 @@ def test_the_largest_bucket_is_the_one_that_the_runtime_packs(seed: int) -> None
     state = [_weight(number, size) for number, size in enumerate(sizes)]
     sharing = StageParallelism(MESH, partial={weight.name: ("dp",) for weight in state})
     assert largest_bucket(state, sharing) == _packed(sizes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_stage_s_buckets_are_the_runtime_s(seed: int, zero: int) -> None:
+    draw = random.Random(seed)
+    sizes = [4 * draw.randint(1, 1 << draw.choice([12, 18, 22])) for _ in range(30)]
+    state = [_weight(number, size) for number, size in enumerate(sizes)]
+    axis = "dp" if zero else ""
+    sharing = StageParallelism(
+        MESH, partial={weight.name: ("dp",) for weight in state}, zero=zero, zero_axis=axis
+    )
+    found = []
+    for size in reversed(sizes):
+        line = torch.empty(size // 4, device="meta")
+        found.append(PartialGradient(line, line, ("dp",), axis, size))
+    made = [bucket for bucket in terms.make_buckets(found) if bucket.terms]
+    listed = list_buckets(state, sharing)
+    assert [sum(b.sizes.values()) for b in listed] == [b.bytes for b in made]
+    copied = [bool(b.scattered) or len(b.terms) + bool(b.flags) > 1 for b in made]
+    assert [b.copied for b in listed] == copied
+    assert not any(b.copied for b in list_buckets(state, sharing, shared_memory=True)) or zero
 
 
 def test_nothing_is_packed_where_nothing_is_summed() -> None:
