@@ -16,7 +16,6 @@ from fxpart.pricing.gradient_buckets import PackedGradients, list_buckets
 from fxpart.pricing.memory import find_needed_nodes
 from fxpart.pricing.recompute_costs import RecomputeCosts, RecomputedBlock
 from fxpart.pricing.specs import Specs, annotation
-from fxpart.pricing.split_costs import SplitCosts
 from fxpart.pricing.stage_parallelism import StageParallelism
 from fxpart.pricing.stage_peak import RecomputedStagePeak, StageOps, StagePeak
 from fxpart.pricing.variants import BatchSplit, Sizes, captured_rows
@@ -25,7 +24,7 @@ from fxpart.pricing.workspace import blocks_ahead
 from fxpart.schedule.weight_modes import FLUSH
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import PartitionProblem, Weight
-from fxpart.solver.schedule_costs import needs_whole_depth, splits_backward
+from fxpart.solver.schedule_costs import splits_backward
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
@@ -55,13 +54,11 @@ def with_live_tensors(
     nodes = [n for n in graph.graph.nodes if n in alive and annotation(n).block is not None]
     devices = plan.cluster.devices
     shared_memory = len({d.host for d in devices}) == 1 and {d.kind for d in devices} == {"cpu"}
-    deferred = SplitCosts(graph.graph, specs, len(graph.meta[BLOCKS_KEY]))
     found = []
     for entry in plan.prediction.ranks:
         stage = plan.stages[entry.stage]
-        split = splits_backward(plan.schedule)
-        if split and not (needs_whole_depth(plan.schedule) and stage.recompute == "none"):
-            found.append(entry)  # How many microbatches wait for which half is not known.
+        if splits_backward(plan.schedule):  # Tensors exist until the second half of a backward.
+            found.append(entry)
             continue
         weights_of_stage = [
             w for w in problem.weights if set(w.blocks) & set(range(stage.first, stage.last + 1))
@@ -76,8 +73,7 @@ def with_live_tensors(
             mine, weights_of_stage, specs, sizes,
             _list_buckets(mine, weights_of_stage, stage, shared, shared_memory),
             sum(w.weight for w in entering), entry.memory.sums if late else 0,
-            blocks_ahead(plan.cluster), deferred.keep(mine, sizes) if split else {},
-            any(is_collective(node.target) for node in mine),
+            blocks_ahead(plan.cluster),
         )  # fmt: skip
         if stage.recompute == "none":
             peak = StagePeak(ops)
@@ -85,8 +81,7 @@ def with_live_tensors(
             numbers = range(stage.first, stage.last + 1)
             peak = RecomputedStagePeak(ops, {n: recomputed[n][stage.recompute] for n in numbers})
         mode = plan.weights if plan.weights != FLUSH else ""
-        unsplit = min(plan.microbatches, len(plan.stages) - stage.index) if split else 0
-        found.append(peak.with_peak(entry, plan.microbatches, mode, unsplit))
+        found.append(peak.with_peak(entry, plan.microbatches, mode))
     prediction = msgspec.structs.replace(plan.prediction, ranks=tuple(found))
     return msgspec.structs.replace(plan, prediction=prediction)
 

@@ -8,7 +8,7 @@ product's operand and that gradient are kept; what all other ops saved is freed.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fxpart.costmodels.op_classes import op_class
@@ -57,15 +57,6 @@ class SplitCosts:
                 sum(self._count_kept(node, sizes) for node in nodes) for nodes in self._products
             ),
         )
-
-    def keep(self, nodes: Container[fx.Node], sizes: Sizes) -> dict[str, int]:
-        """Return what each of the products among the nodes keeps between the halves, in bytes."""
-        return {
-            node.name: self._count_kept(node, sizes)
-            for row in self._products
-            for node in row
-            if node in nodes
-        }
 
     def _is_deferred(self, node: fx.Node) -> bool:
         """Return whether the op is a product that reads a trained parameter, or a part of one."""

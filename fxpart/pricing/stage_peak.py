@@ -8,7 +8,7 @@ recomputes its blocks runs the forward of each just before its backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -48,9 +48,7 @@ class StageOps:
     nodes: in order. weights: parameters and buffers. buckets: of gradients, in the order in which
     they are reduced. entering: bytes of tied parameters' gradients that later stages have computed
     of a microbatch, which exist during its backward. packed_late: bytes that are packed after the
-    last backward of a step. ahead: as of :class:`Workspace`. deferred: by name of an op, the bytes
-    that are kept between the halves of its backward. communicates: whether the ranks of the stage
-    communicate in it, by functions that keep what they saved between the halves.
+    last backward of a step. ahead: as of :class:`Workspace`.
     """
 
     nodes: Sequence[fx.Node]
@@ -61,8 +59,6 @@ class StageOps:
     entering: int = 0
     packed_late: int = 0
     ahead: int = 0
-    deferred: Mapping[str, int] = field(default_factory=dict)
-    communicates: bool = False
 
     @property
     def scope(self) -> BlockScope:
@@ -79,13 +75,9 @@ class StagePeak:
         self._nodes, self._weights, self._sizes = stage.nodes, stage.weights, stage.sizes
         self._buckets, self._entering = stage.buckets, stage.entering
         self._packed_late = stage.packed_late
-        self._deferred = [stage.deferred.get(node.name, 0) for node in stage.nodes]
         self._space = Workspace(stage.scope, stage.specs, 1, whole=True, ahead=stage.ahead)
         self._saved_tensors = list(self._storages())
         self._saved = sum(kept.size for kept in self._saved_tensors)
-        self._halved = sum(self._deferred)  # of a microbatch that waits for its second half
-        if stage.communicates:
-            self._halved = max(self._halved, self._saved)
 
     def _storages(self) -> Iterator[_SavedTensor]:
         order = {node.name: index for index, node in enumerate(self._nodes)}
@@ -101,15 +93,10 @@ class StagePeak:
             yield _SavedTensor(self._sizes.number(size), savers[0], made, source or saver, saver)
 
     def with_peak(
-        self, entry: RankPrediction, microbatches: int, weights: str = "", unsplit: int = 0
+        self, entry: RankPrediction, microbatches: int, weights: str = ""
     ) -> RankPrediction:
-        """Return the entry with its peak and its live tensors.
-
-        weights: weight mode of async. unsplit: with split backwards, microbatches in flight before
-        the first half of theirs; others wait for the second half.
-        """
+        """Return the entry with its peak and its live tensors. weights: weight mode of async."""
         in_flight, trained = entry.in_flight, [w for w in self._weights if w.gradient]
-        in_flight, halved = unsplit or in_flight, max(0, in_flight - (unsplit or in_flight))
         gradients = entry.memory.gradients
         # In flight besides all gradients.
         full = in_flight if microbatches > in_flight else in_flight - 1
@@ -117,7 +104,7 @@ class StagePeak:
             full = in_flight  # the next minibatch follows immediately
         fixed = entry.memory.weights + entry.memory.buffers + entry.memory.optimizer
         fixed += entry.memory.copies
-        moved = entry.memory.transfers // max(1, entry.in_flight)
+        moved = entry.memory.transfers // max(1, in_flight)
         # The last backward of a step reduces gradients, when no other microbatch is in flight
         # unless the next minibatch follows.
         passes = {(in_flight, False, microbatches == 1), (full, True, False)}
@@ -128,7 +115,6 @@ class StagePeak:
             if count < 1:
                 continue
             others = fixed + count * moved + (count - 1) * self._saved
-            others += halved * (moved + self._halved) if whole and not last else 0
             grown, packed = (
                 self._extend(rows)
                 for rows in (self._count_gradients(trained), self._count_packed(trained, last))
@@ -224,11 +210,10 @@ class StagePeak:
         return rows
 
     def _count_saved_in_backward(self) -> NDArray[np.int64]:
-        """Return by op the bytes of saved tensors that a backward has not freed, or defers."""
+        """Return by op the bytes of saved tensors that a backward has not freed."""
         rows = np.zeros(len(self._nodes), dtype=np.int64)
         for kept in self._saved_tensors:
             rows[kept.first :] += kept.size
-        rows[:-1] += np.cumsum(self._deferred[:0:-1], dtype=np.int64)[::-1]
         return rows
 
     def _fixed(self, way: str, whole: bool) -> Iterator[LiveTensor]:

@@ -44,7 +44,6 @@ def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 # By name: constraints, and for how many blocks parameters are gathered ahead.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "a tied table on two stages": ({"mesh": "none", "stages": 2, "schedule": "gpipe"}, 0),
-    "split backwards": ({"mesh": "none", "stages": 2, "schedule": "zb-h1"}, 0),
     "data parallel": ({"mesh": "dp=2", "stages": 1}, 0),
     "ZeRO 2": ({"mesh": "dp=2", "stages": 1, "zero": 2}, 0),
     "ZeRO 3": ({"mesh": "dp=2", "stages": 1, "zero": 3}, 0),
