@@ -176,7 +176,7 @@ def main() -> None:
     """All layouts, or those whose names contain a text."""
     made = parser(__doc__)
     made.add_argument("--layouts", default="", help="parts of names, separated by commas")
-    made.add_argument("--keep", default="", help="a file of measured peaks, to go on from")
+    made.add_argument("--keep", default="", help="a file of rows, to go on from")
     options = made.parse_args()
     from storage_ranks import counted_ranks
 
@@ -188,7 +188,10 @@ def main() -> None:
         for layout in LAYOUTS:
             if not any(part in layout.name for part in wanted):
                 continue
-            found = measure(layout, trials, kept)
+            if "rows" not in kept.get(layout.name, {}):
+                found = measure(layout, trials, kept)
+                kept[layout.name]["rows"] = found
+            found = kept[layout.name]["rows"]
             if file:
                 file.write_text(json.dumps(kept), encoding="utf-8")
             for row in found:
