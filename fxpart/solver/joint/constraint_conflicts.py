@@ -15,6 +15,7 @@ from fxpart.errors import FxpartError
 from fxpart.solver.joint.constraints.apply import apply_constraints
 from fxpart.solver.joint.constraints.parse import PlanConstraint
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
+from fxpart.solver.joint.objective import JointEvaluation, evaluate
 from fxpart.solver.joint.problem import JointProblem, StagePin
 
 _PLENTY = 2**55  # bytes: more memory than anything needs; sums of it are exact
@@ -60,15 +61,19 @@ class RelaxableConstraints:
             changed = self._drops[i][1](changed)
         return changed
 
+    def find(
+        self, deadline: float, dropped: Collection[int] = (), change: Change | None = None
+    ) -> JointEvaluation | None:
+        """Return the evaluation of any choice that fits then, or None."""
+        problem = self.problem(dropped, change)
+        choice = None if problem is None else find_feasible_joint_choice(problem, deadline)
+        return None if problem is None or choice is None else evaluate(problem, choice)
+
     def fit(
-        self,
-        deadline: float,
-        dropped: Collection[int] = (),
-        change: Change | None = None,
+        self, deadline: float, dropped: Collection[int] = (), change: Change | None = None
     ) -> bool:
         """Return whether any choice fits then."""
-        problem = self.problem(dropped, change)
-        return problem is not None and find_feasible_joint_choice(problem, deadline) is not None
+        return self.find(deadline, dropped, change) is not None
 
     def conflict(
         self, deadline: float, change: Change | None = None, given_up: Collection[int] = ()

@@ -17,17 +17,16 @@ from fxpart.solver.joint.constraints.parse import PlanConstraint, parse_constrai
 from fxpart.solver.joint.enumeration import choices
 from fxpart.solver.joint.infeasible import explain_joint_infeasible
 from fxpart.solver.joint.memory_bounds import compute_min_block_bytes, compute_min_state_bytes
-from fxpart.solver.joint.objective import JointScorer, evaluate
+from fxpart.solver.joint.objective import JointEvaluation, JointScorer, evaluate
 from fxpart.solver.joint.problem import JointProblem, StagePin
 from fxpart.solver.joint.remedies import (
     extra_memory,
-    find_least_sufficient,
     more_devices,
     more_microbatches,
     with_more,
 )
-from fxpart.solver.joint.what_if import with_devices, with_microbatches
-from fxpart.solver.remedies import format_byte_count
+from fxpart.solver.joint.what_if import with_devices
+from fxpart.solver.remedies import find_least_sufficient, format_byte_count
 
 
 def fits(problem: JointProblem) -> bool:
@@ -80,7 +79,14 @@ def test_devices_and_microbatches_offered_are_the_fewest_that_are_enough() -> No
     devices = microbatches = 0
     for seed, problem in infeasible(40, memory=True):
         limits = RelaxableConstraints(problem, None, ())
-        for _, counts in more_devices(limits, inf, lambda p: p):
+
+        def find(
+            changed: JointProblem, limits: RelaxableConstraints = limits
+        ) -> JointEvaluation | None:
+            return limits.find(inf, (), lambda _: changed)
+
+        for _, larger in more_devices(find, problem):
+            counts = [pool.devices for pool in larger.pools]
             (grown,) = (k for k, pool in enumerate(problem.pools) if pool.devices != counts[k])
             fewer = [c - (k == grown) for k, c in enumerate(counts)]
             fixed = problem.min_stages == problem.max_stages
@@ -89,13 +95,13 @@ def test_devices_and_microbatches_offered_are_the_fewest_that_are_enough() -> No
                 changed = with_devices(p, counts)
                 return fits(replace(changed, max_stages=p.max_stages) if fixed else changed)
 
-            assert after(list(counts)), seed
+            assert after(counts), seed
             assert not after(fewer), seed
             devices += 1
-        counted = more_microbatches(limits, inf)
-        if counted is not None:
-            assert fits(with_microbatches(problem, (counted,))), seed
-            microbatches += 1
+        for _, smaller in more_microbatches(problem):
+            found = find(smaller)
+            assert (found is not None) == fits(limits.problem((), lambda _, p=smaller: p)), seed  # type: ignore[misc,arg-type]
+            microbatches += found is not None
     assert devices > 5
     assert microbatches > 2
 
