@@ -85,7 +85,7 @@ def too_little_memory(
     peaks = [peak for *_, peak in stages]
     k = max(range(len(peaks)), key=lambda s: peaks[s].needed - peaks[s].memory_limit)
     first, last, device, peak = stages[k]
-    name = blocks[first] if first == last else f"{blocks[first]} … {blocks[last]}"
+    name = describe_blocks(blocks, first, last)
     over = sum(not one.fits for one in peaks)
     others = f"; {over - 1} more stages do not fit either" if over > 1 else ""
     closest = f"{_parts(peak)}, with {peak.in_flight} of {flight}; this is the closest choice"
@@ -96,6 +96,11 @@ def too_little_memory(
         why="\n".join((*certain, closest)),
         fix="; or ".join(fixes),
     )
+
+
+def describe_blocks(blocks: Sequence[str], first: int, last: int) -> str:
+    """Return the name of one block, or of the first and last of several."""
+    return blocks[first] if first == last else f"{blocks[first]} … {blocks[last]}"
 
 
 def _parts(peak: StagePeakMemory) -> str:

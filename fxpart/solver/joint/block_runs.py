@@ -59,6 +59,13 @@ class BlockRuns:
         unit, span = int(self.unit_of[block]), np.arange(self.units)
         return (span[:, None] <= unit) & (span[:, None] + span[None, :] >= unit)
 
+    def spread(self, by_class: Ints) -> Ints:
+        """Return numbers by class as a table [first unit, last unit]; the last is for no class."""
+        table = np.full((self.units, self.units), by_class[self.count])
+        first, width = np.nonzero(self.band < self.count)
+        table[first, first + width] = by_class[self.band[first, width]]
+        return table
+
     def _uncut(self) -> Mask:
         """Return runs without a required cut inside; none if a unit itself would have to be cut."""
         allowed = np.ones((self.units, self.units), dtype=bool)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from fxpart.errors import FxpartError
+from fxpart.solver.infeasible import describe_blocks
 from fxpart.solver.joint.constraints.apply import apply_constraints
 from fxpart.solver.joint.constraints.parse import PlanConstraint
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
@@ -121,8 +122,7 @@ def _own(problem: JointProblem) -> list[tuple[str, Change]]:
 
 
 def _pin(problem: JointProblem, pin: StagePin) -> str:
-    first, last = problem.blocks[pin.first], problem.blocks[pin.last]
-    return f"{first if first == last else f'{first} … {last}'} on stage {pin.stage}"
+    return f"{describe_blocks(problem.blocks, pin.first, pin.last)} on stage {pin.stage}"
 
 
 def _without_pin(pin: StagePin) -> Change:

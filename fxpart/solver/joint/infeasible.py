@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fxpart.errors import Problem
-from fxpart.solver.infeasible import too_little_memory, too_little_time
+from fxpart.solver.infeasible import describe_blocks, too_little_memory, too_little_time
 from fxpart.solver.joint.constraint_conflicts import RelaxableConstraints, with_unlimited_memory
 from fxpart.solver.joint.constraints.parse import PlanConstraint
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
-from fxpart.solver.joint.memory_bounds import compute_min_block_bytes, compute_min_state_bytes
+from fxpart.solver.joint.memory_bounds import compute_min_state_bytes, list_min_unit_bytes
 from fxpart.solver.joint.objective import JointScorer, degrees
 from fxpart.solver.joint.problem import (
     JointChoice,
@@ -144,10 +144,11 @@ def _certain(problem: JointProblem) -> Iterator[str]:
             f"{format_byte_count(state)} in total, but "
             f"{sum(pool.devices for pool in problem.pools)} devices have {format_byte_count(there)}"
         )
-    for block, (need, room) in enumerate(compute_min_block_bytes(problem)):
+    for first, last, need, room in list_min_unit_bytes(problem):
         if need > room:
             yield (
-                f"{problem.blocks[block]} alone needs at least {format_byte_count(need)}, "
+                f"{describe_blocks(problem.blocks, first, last)} alone needs at least "
+                f"{format_byte_count(need)}, "
                 f"more than the {format_byte_count(room)} of any device for it"
             )
             return

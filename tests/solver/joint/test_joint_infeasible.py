@@ -16,7 +16,7 @@ from fxpart.solver.joint.constraints.apply import apply_constraints
 from fxpart.solver.joint.constraints.parse import PlanConstraint, parse_constraint
 from fxpart.solver.joint.enumeration import choices
 from fxpart.solver.joint.infeasible import explain_joint_infeasible
-from fxpart.solver.joint.memory_bounds import compute_min_block_bytes, compute_min_state_bytes
+from fxpart.solver.joint.memory_bounds import compute_min_state_bytes, list_min_unit_bytes
 from fxpart.solver.joint.objective import JointEvaluation, JointScorer, evaluate
 from fxpart.solver.joint.problem import JointProblem, StagePin
 from fxpart.solver.joint.remedies import (
@@ -112,7 +112,7 @@ def test_what_is_called_certain_is() -> None:
     looked = 0
     for seed, problem in small_problems(120, most=1500):
         scorer, state = JointScorer(problem), compute_min_state_bytes(problem)
-        alone = compute_min_block_bytes(problem)
+        alone = list(list_min_unit_bytes(problem))
         for choice in choices(problem):
             stages = scorer.evaluate(choice).stages
             if not stages:
@@ -125,9 +125,9 @@ def test_what_is_called_certain_is() -> None:
                     option.data * problem.layouts[option.layout].tensor
                 )
                 for first, last in stage.pieces:
-                    for block in range(first, last + 1):
-                        need, room = alone[block]
-                        assert memory.total - stage.memory_limit >= need - room, seed
+                    for start, end, need, room in alone:
+                        if first <= start and end <= last:
+                            assert memory.total - stage.memory_limit >= need - room, seed
             assert held >= state, seed
             looked += 1
     assert looked > 1000
