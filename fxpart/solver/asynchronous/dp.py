@@ -32,7 +32,6 @@ from fxpart.solver.tables import (
     Floats,
     Ints,
     PartitionTables,
-    interval_sums,
     list_touching_rectangles,
 )
 from fxpart.solver.validate import check_problem
@@ -67,14 +66,12 @@ class _AsyncPipelineSearch:
         problem = given.problem
         self.tables, self.scorer = PartitionTables(problem), AsyncPipelineScorer(given)
         n = len(problem.blocks)
-        held = [
+        self._copied = self.tables.sums(
             (rectangle, w.weight)
             for w in problem.weights
             if w.gradient
             for rectangle in list_touching_rectangles(w.blocks, -1, n)
-        ]
-        amounts = np.array([size for _, size in held], dtype=np.int64)
-        self._copied = self.tables.band(interval_sums(n, [r for r, _ in held], amounts))
+        )
         self._passes = [self.tables.additive(np.array(row)) for row in given.passes]
         span = np.arange(self.tables.units)
         self._after = np.minimum(span[:, None] + span[None, :] + 1, self.tables.units)
