@@ -27,7 +27,7 @@ from fxpart.solver.asynchronous.weight_mode_requirements import (
     explain_unsupported_weight_mode,
 )
 from fxpart.solver.problem import PartitionChoice, Solution
-from fxpart.solver.solution import ALTERNATIVES, status_of
+from fxpart.solver.solution import ALTERNATIVES, certify
 from fxpart.solver.tables import (
     Floats,
     Ints,
@@ -94,15 +94,7 @@ class _AsyncPipelineSearch:
             found.append((evaluation.seconds * factor, choice))
         found.sort(key=lambda pair: (pair[0], len(pair[1].starts), pair[1].variant))
         best = found[0][0] if found else inf
-        bound = min(best, left)
-        return Solution(
-            status=status_of(best, bound),
-            choice=found[0][1] if found else None,
-            objective=best,
-            bound=bound,
-            solver="dp",
-            candidates=tuple(choice for _, choice in found[: 1 + ALTERNATIVES]),
-        )
+        return certify([choice for _, choice in found[: 1 + ALTERNATIVES]], best, left, "dp")
 
     def _kinds(self) -> Iterator[_AsyncSubproblem]:
         """Return the subproblems that the weight mode permits, with bounds by their work."""
