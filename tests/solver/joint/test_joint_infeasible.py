@@ -15,6 +15,7 @@ from fxpart.solver.joint.constraint_conflicts import RelaxableConstraints, with_
 from fxpart.solver.joint.constraints.apply import apply_constraints
 from fxpart.solver.joint.constraints.parse import PlanConstraint, parse_constraint
 from fxpart.solver.joint.enumeration import choices
+from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.infeasible import explain_joint_infeasible
 from fxpart.solver.joint.memory_bounds import compute_min_state_bytes, list_min_unit_bytes
 from fxpart.solver.joint.objective import JointEvaluation, JointScorer, evaluate
@@ -26,6 +27,7 @@ from fxpart.solver.joint.remedies import (
     with_more,
 )
 from fxpart.solver.joint.what_if import with_devices
+from fxpart.solver.offload import with_offload
 from fxpart.solver.remedies import find_least_sufficient, format_byte_count
 
 
@@ -136,7 +138,7 @@ def test_what_is_called_certain_is() -> None:
 def test_memory_names_the_stage_its_parts_and_the_changes() -> None:
     problem = transformer(12, (4,), hidden=1024, vocabulary=1000, batch=16, memory=15 * 10**8)
     one = next(o for o in problem.options if o.recompute == "none" and o.data == 1)
-    problem = replace(problem, options=(one,), microbatches=(4,))
+    problem = replace(problem, options=(one,), microbatches=(4,), offloads=("activations",))
     (found,) = explain_joint_infeasible(problem, time_limit=60)
     assert found.code == "FXP204"
     result = extra_memory(problem, inf)
@@ -149,6 +151,11 @@ def test_memory_names_the_stage_its_parts_and_the_changes() -> None:
     assert "optimizer" in found.why
     assert "microbatches" in found.fix
     assert re.search(r"\d+ more device", found.fix)
+    choice = find_feasible_joint_choice(with_offload(problem, "activations"), inf)
+    assert choice is not None
+    offloaded = evaluate(with_offload(problem, "activations"), choice).stages
+    needed = format_byte_count(max(s.memory.total for s in offloaded), up=True)
+    assert f"offload=activations (then {needed} per device)" in found.fix
     assert found.fix.endswith("of memory on each device")
 
 
