@@ -59,21 +59,18 @@ class PlacementCollectives:
         found = port_of(placed, index, self.choice)
         if found != port:  # all users share a conversion
             kind = self.samples.kind.get(value.node, self.samples.kind[users[0][0]])
-            yield from self._edge(kind, port, found, size, True, value.node, None)
+            yield from self._edge(kind, port, found, size, True)
         for node, position in users:
             flows = annotation(node).requires_grad and self.builder.specs.requires_grad(value.node)
             kind = self.samples.kind[node]
             user_port = self.chosen[node].takes[position]
-            yield from self._edge(kind, found, user_port, size, flows, value.node, node)
+            yield from self._edge(kind, found, user_port, size, flows)
 
     def _edge(
-        self, kind: int, gives: Port, takes: Port, size: Size, flows: bool,
-        giver: fx.Node, node: fx.Node | None,
-    ) -> Iterator[BlockCollective]:  # fmt: skip
-        back = self.samples.back
+        self, kind: int, gives: Port, takes: Port, size: Size, flows: bool
+    ) -> Iterator[BlockCollective]:
         for source, target in self.builder.reshards.list_collectives(gives[0], takes[0]):
-            user = back.get(node) if node is not None else None
-            yield BlockCollective(kind, source, target, size, False, user, back.get(giver))
+            yield BlockCollective(kind, source, target, size, False)
         if flows:
             for source, target in self.builder.reshards.list_collectives(
                 takes[1], resolve_partial(takes[1], gives[1])
@@ -97,6 +94,6 @@ class PlacementCollectives:
         size = count * item_bytes(spec.inputs[0].dtype)
         if spec.outputs and not spec.outputs[0].shape:
             size = count * min(8, item_bytes(spec.inputs[0].dtype))
-        kind, own = self.samples.kind[node], self.samples.back.get(node)
+        kind = self.samples.kind[node]
         for back in (False, False, True) if spec.gradients else (False, False):
-            yield BlockCollective(kind, "partial", "replicate", size, back, own, own)
+            yield BlockCollective(kind, "partial", "replicate", size, back)

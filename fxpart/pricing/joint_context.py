@@ -90,7 +90,7 @@ class ContextParallelLayout(BlockLayout):
             message
             for kind, block in enumerate(kinds.samples)
             for node in block.nodes
-            for message in self._messages(kind, node, set(block.nodes))
+            for message in self._messages(kind, node)
         )
 
     def op(self, node: fx.Node, spec: OpSpec) -> OpSpec:
@@ -137,7 +137,7 @@ class ContextParallelLayout(BlockLayout):
         """Return whether its gradient is reduced over the ranks per step."""
         return bool(weight.gradient) and self.weight(weight) == 1
 
-    def _messages(self, kind: int, node: fx.Node, block: set[fx.Node]) -> Iterator[BlockCollective]:
+    def _messages(self, kind: int, node: fx.Node) -> Iterator[BlockCollective]:
         """Yield the collectives that an op's operands need, forward and backward, each once."""
         placed = self._ops.get(node)
         given = operands(node) if node.op == "call_function" else []
@@ -147,9 +147,9 @@ class ContextParallelLayout(BlockLayout):
             (tensor,) = self._specs.tensors(operand)[:1] or (None,)
             if home is None or tensor is None or given.index(operand) != position:
                 continue
-            size, giver = tensor_bytes(tensor), operand if operand in block else None
+            size = tensor_bytes(tensor)
             for source, to in self._collectives(home, target):
-                yield BlockCollective(kind, source, to, size, False, node, giver)
+                yield BlockCollective(kind, source, to, size, False)
             if not annotation(node).requires_grad or not self._specs.requires_grad(operand):
                 continue
             back = placed.layout.gradients[position] if placed is not None else _WHOLE

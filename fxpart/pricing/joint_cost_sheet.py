@@ -37,8 +37,7 @@ Axis = Literal["tensor", "expert"]
 class BlockCollective:
     """A collective of a block's ranks over ``size`` bytes in all. back: in the backward.
 
-    giver, node: the op whose result it moves, and the op that uses it. axis: the mesh axis of its
-    ranks.
+    axis: the mesh axis of its ranks.
     """
 
     kind: int
@@ -46,8 +45,6 @@ class BlockCollective:
     target: str
     size: Size
     back: bool
-    node: fx.Node | None = None
-    giver: fx.Node | None = None
     axis: Axis = "tensor"
 
 

@@ -68,8 +68,7 @@ class ExpertParallelLayout(BlockLayout):
             back = specs.op(node)
             ways = (False, False, True, True) if back is None or back.gradients else (False, False)
             exchanges += [
-                BlockCollective(kind, "shard(0)", "shard(1)", size, way, node, node, "expert")
-                for way in ways
+                BlockCollective(kind, "shard(0)", "shard(1)", size, way, "expert") for way in ways
             ]
         self.messages = (*inner.messages, *exchanges)
 

@@ -21,7 +21,7 @@ WHOLE: Placements = (REPLICATE,)
 
 @dataclass
 class SampleGraph:
-    """The graph. of: node of the whole graph -> its copy; back: the inverse.
+    """The graph. of: node of the whole graph -> its copy.
 
     kind: of every copy that belongs to a block. free: values between two blocks that are the only
     ones of their kinds (a head's logits and their loss); they may stay sharded. All other values
@@ -31,7 +31,6 @@ class SampleGraph:
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     of: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    back: dict[fx.Node, fx.Node] = field(default_factory=dict)
     kind: dict[fx.Node, int] = field(default_factory=dict)
     free: set[fx.Node] = field(default_factory=set)
 
@@ -78,7 +77,7 @@ def _copy(found: SampleGraph, kind: int, block: BlockKind) -> None:
                 new = found.graph.node_copy(node, lambda n: n)
                 if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
                     _fix(new, node)
-                found.of[node], found.back[new] = new, node
+                found.of[node] = new
             return found.of[node]
         if node not in local:
             if not tensors(node.meta.get("val")):  # computed from sizes
@@ -92,7 +91,7 @@ def _copy(found: SampleGraph, kind: int, block: BlockKind) -> None:
 
     for node in block.nodes:
         new = found.graph.node_copy(node, copied)
-        found.of[node], found.back[new], found.kind[new] = new, node, kind
+        found.of[node], found.kind[new] = new, kind
     for node in block.nodes:
         if node not in found.free and _leaves(node, inside):
             _whole(found, found.of[node], node, kind)

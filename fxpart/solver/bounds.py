@@ -40,7 +40,9 @@ def cheap_bounds(
     }
     rate = fsum(speed[d.type] for d in problem.devices[:count])
     fill = share * fsum(min(costs) for costs in zip(*once.values(), strict=True))
-    largest = max(min(fsum(load[k][b] for b in unit) for k in kinds) for unit in _units(problem))
+    largest = max(
+        min(fsum(load[k][b] for b in unit) for k in kinds) for unit in list_units(problem)
+    )
     shared = fsum(best) / rate if rate else 0.0
     return {"work over speed": fill + shared, "largest unit": fill + largest}
 
@@ -52,7 +54,7 @@ def cheap_bound(
     return max(cheap_bounds(problem, variant, stages, schedule).values())
 
 
-def _units(problem: PartitionProblem) -> list[range]:
+def list_units(problem: PartitionProblem) -> list[range]:
     """Return the runs of blocks that no cut divides."""
     fused, units, first = set(problem.no_cut_after), [], 0
     last = len(problem.blocks) - 1

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import msgspec
 
 from fxpart.errors import Problem
-from fxpart.solver.objective import PartitionEvaluation, PartitionScorer, StageCost
-from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.evaluation import StagePeakMemory
+from fxpart.solver.objective import PartitionScorer
+from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.remedies import (
     extra_memory,
     find_feasible_choice,
@@ -35,12 +38,20 @@ def explain_infeasible(
         return (_too_few_pieces(problem, pieces),)
     try:
         if find_feasible_choice(problem, deadline) is not None:
-            return (_too_little_time("A plan fits, but none was found within the time limit."),)
+            return (too_little_time("A plan fits, but none was found within the time limit."),)
     except SolverTimeout:
-        return (_too_little_time("The time limit was too short to decide whether a plan fits."),)
+        return (too_little_time("The time limit was too short to decide whether a plan fits."),)
     more, choice = extra_memory(problem, deadline)
-    evaluation = PartitionScorer(problem).evaluate(choice)
-    return (_too_little_memory(problem, choice, evaluation, more, deadline),)
+    stages = PartitionScorer(problem).evaluate(choice).stages
+    variant = problem.variants[choice.variant]
+    found = too_little_memory(
+        problem.blocks,
+        [(s.first, s.last, problem.devices[s.device].name, s) for s in stages],
+        f"{variant.microbatches} microbatches in flight, each of {variant.microbatch_size}, "
+        f"under {choice.schedule}",
+        find_fixes(problem, more, deadline),
+    )
+    return (found,)
 
 
 def _too_few_pieces(problem: PartitionProblem, pieces: int) -> Problem:
@@ -54,47 +65,50 @@ def _too_few_pieces(problem: PartitionProblem, pieces: int) -> Problem:
     )
 
 
-def _too_little_time(why: str) -> Problem:
+def too_little_time(why: str) -> Problem:
+    """Return the problem that the time limit was too short."""
     return Problem("FXP205", where="solver", why=why, fix="Increase time_limit.")
 
 
-def _too_little_memory(
-    problem: PartitionProblem,
-    choice: PartitionChoice,
-    evaluation: PartitionEvaluation,
-    more: int,
-    deadline: float,
+def too_little_memory(
+    blocks: Sequence[str],
+    stages: Sequence[tuple[int, int, str, StagePeakMemory]],
+    flight: str,
+    fixes: Iterable[str],
+    certain: Iterable[str] = (),
 ) -> Problem:
-    """Return the worst stage of the closest split, and the fixes that were verified."""
-    stages = evaluation.stages
-    k = max(range(len(stages)), key=lambda s: stages[s].needed - stages[s].memory_limit)
-    stage, variant = stages[k], problem.variants[choice.variant]
-    over = sum(s.needed > s.memory_limit for s in stages)
-    need, there = stage.needed, stage.memory_limit
+    """Return the worst stage of the closest choice, and the fixes that were verified.
+
+    stages: first and last block, device, and memory of each. flight: the microbatches of which some
+    are in flight, and the schedule. certain: facts that hold for every choice.
+    """
+    peaks = [peak for *_, peak in stages]
+    k = max(range(len(peaks)), key=lambda s: peaks[s].needed - peaks[s].memory_limit)
+    first, last, device, peak = stages[k]
+    name = describe_blocks(blocks, first, last)
+    over = sum(not one.fits for one in peaks)
     others = f"; {over - 1} more stages do not fit either" if over > 1 else ""
+    closest = f"{_parts(peak)}, with {peak.in_flight} of {flight}; this is the closest choice"
     return Problem(
         "FXP204",
-        where=f"{_blocks(problem, stage)}, stage {k} of {len(stages)}, on "
-        f"{problem.devices[k].name}: {format_byte_count(need)} needed, "
-        f"{format_byte_count(there)} available{others}",
-        why=f"{_parts(stage)}, with {stage.in_flight} of {variant.microbatches} microbatches in "
-        f"flight, each of {variant.microbatch_size}, under {choice.schedule}; "
-        "this is the closest split",
-        fix="; or ".join(find_fixes(problem, more, deadline)),
+        where=f"{name}, stage {k} of {len(stages)}, on {device}: {format_byte_count(peak.needed)} "
+        f"needed, {format_byte_count(peak.memory_limit)} available{others}",
+        why="\n".join((*certain, closest)),
+        fix="; or ".join(fixes),
     )
 
 
-def _blocks(problem: PartitionProblem, stage: StageCost) -> str:
-    first, last = problem.blocks[stage.first], problem.blocks[stage.last]
-    return first if first == last else f"{first} … {last}"
+def describe_blocks(blocks: Sequence[str], first: int, last: int) -> str:
+    """Return the name of one block, or of the first and last of several."""
+    return blocks[first] if first == last else f"{blocks[first]} … {blocks[last]}"
 
 
-def _parts(stage: StageCost) -> str:
-    """Return a stage's memory by cause, largest first, in one unit, without zero entries."""
-    causes = msgspec.structs.asdict(stage.memory)
-    if stage.updating > stage.memory.total:  # its peak is in the update
+def _parts(peak: StagePeakMemory) -> str:
+    """Return a stage's memory by cause, largest first, without zero entries."""
+    causes = msgspec.structs.asdict(peak.memory)
+    if peak.updating > peak.memory.total:  # its peak is in the update
         causes |= {"activations": 0, "transfers": 0, "copies": 0}
-        causes["the optimizer's temporaries"] = stage.updating - sum(causes.values())
+        causes["the optimizer's temporaries"] = peak.updating - sum(causes.values())
     parts = sorted(causes.items(), key=lambda part: -part[1])
     return (
         ", ".join(f"{name} {format_byte_count(size)}" for name, size in parts if size) or "nothing"

@@ -21,11 +21,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 from math import fsum
+from typing import TypeAlias
 
 import msgspec
 
-from fxpart.errors import error
 from fxpart.schedule.spec import SCHEDULES
+from fxpart.solver.evaluation import (
+    ChoiceEvaluation,
+    StageMemory,
+    StagePeakMemory,
+    check_choice,
+    list_forbidden,
+    list_overfull,
+)
 from fxpart.solver.problem import (
     PartitionChoice,
     PartitionProblem,
@@ -42,46 +50,14 @@ from fxpart.solver.schedule_costs import (
 )
 
 
-class _PartitionCostStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Frozen, keyword-only, and strict about fields."""
-
-
-class StageMemory(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Peak memory of a stage in bytes, by cause; the names are those of ``fxpart.plan.Memory``.
-
-    activations: in_flight times the saved tensors of autograd, plus the largest workspace.
-    transfers: each received value, and each sent one that is not saved anyway, per microbatch in
-    flight (it is stored until the backward). copies: of weights besides the parameters, in an
-    asynchronous pipeline.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buffers: int
-    transfers: int
-    copies: int = 0
-
-    @property
-    def total(self) -> int:
-        """Return the sum of all parts, in bytes."""
-        return (
-            self.weights + self.gradients + self.optimizer
-            + self.activations + self.buffers + self.transfers + self.copies
-        )  # fmt: skip
-
-
-class StageCost(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StageCost(StagePeakMemory, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage of a choice: blocks [first, last] on the device ``device`` (an index).
 
     forward, backward and transfer seconds are per microbatch, sync and optimizer seconds per step
     (sync: all messages of tied gradients in a step, without overlap with computation). collective:
-    the communication between ranks of the stage within forward and backward. workspace: bytes,
-    already included in ``memory.activations``. updating: bytes during the optimizer step, without
-    those of microbatches in flight. recompute: the mode of recomputation; recompute_seconds:
-    its part of ``backward_seconds``. splitting_seconds: the part because backwards are split. host:
-    bytes in host memory.
+    the communication between ranks of the stage within forward and backward. recompute: the mode of
+    recomputation; recompute_seconds: its part of ``backward_seconds``. splitting_seconds: the part
+    because backwards are split. host: bytes in host memory.
     """
 
     first: int
@@ -92,26 +68,11 @@ class StageCost(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_
     transfer_seconds: float
     sync_seconds: float
     optimizer_seconds: float
-    memory: StageMemory
-    memory_limit: int
-    in_flight: int
-    workspace: int
     collective_seconds: float = 0.0
-    updating: int = 0
     recompute: Recompute = "none"
     recompute_seconds: float = 0.0
     splitting_seconds: float = 0.0
     host: int = 0
-
-    @property
-    def fits(self) -> bool:
-        """Return whether the stage fits its device."""
-        return self.needed <= self.memory_limit
-
-    @property
-    def needed(self) -> int:
-        """Return the peak bytes: in the passes of a step, or in the update after them."""
-        return max(self.memory.total, self.updating)
 
     @property
     def seconds(self) -> float:
@@ -124,19 +85,7 @@ class StageCost(_PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_
         return self.sync_seconds + self.optimizer_seconds
 
 
-class PartitionEvaluation(
-    _PartitionCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
-    """A choice's step time T in seconds, its parts by stage, and its violations."""
-
-    seconds: float
-    stages: tuple[StageCost, ...]
-    faults: tuple[str, ...] = ()
-
-    @property
-    def feasible(self) -> bool:
-        """Return whether the choice fits every memory and satisfies every constraint."""
-        return not self.faults
+PartitionEvaluation: TypeAlias = ChoiceEvaluation[StageCost]
 
 
 def get_tied_reduction_link(problem: PartitionProblem, stage: int) -> tuple[float, float]:
@@ -199,7 +148,8 @@ class PartitionScorer:
             m,
             get_fill_fraction(choice.schedule, m, count),
         )
-        faults = (*_broken_constraints(problem, choice), *_overfull(problem, stages))
+        names = [device.name for device in problem.devices]
+        faults = (*_broken_constraints(problem, choice), *list_overfull(stages, names))
         return PartitionEvaluation(seconds=seconds, stages=stages, faults=faults)
 
     def stage(
@@ -370,29 +320,12 @@ def _well_formed(problem: PartitionProblem, choice: PartitionChoice) -> None:
         why = f"The variant {choice.variant} is not one of {len(problem.variants)}."
     elif choice.schedule not in SCHEDULES:
         why = f"There is no schedule {choice.schedule!r}."
-    if why:
-        raise error(
-            "FXP109", where="choice", why=why, fix="Use a choice that was made for this problem."
-        )
+    check_choice(why)
 
 
 def _broken_constraints(problem: PartitionProblem, choice: PartitionChoice) -> list[str]:
     """Return violated constraints other than memory, as text."""
-    faults = []
-    if not problem.min_stages <= len(choice.starts) <= problem.max_stages:
-        allowed = f"{problem.min_stages} to {problem.max_stages}"
-        faults.append(f"{len(choice.starts)} stages, allowed are {allowed}")
-    if choice.schedule not in problem.schedules:
-        faults.append(f"schedule {choice.schedule}, allowed are {', '.join(problem.schedules)}")
+    faults = list_forbidden(problem, len(choice.starts), choice.schedule)
     fused = set(problem.no_cut_after)
     faults.extend(f"cut after block {s - 1}" for s in choice.starts[1:] if s - 1 in fused)
     return faults
-
-
-def _overfull(problem: PartitionProblem, stages: tuple[StageCost, ...]) -> list[str]:
-    """Return stages that exceed their device's memory, as text."""
-    return [
-        f"stage {k} needs {s.needed} bytes, {problem.devices[k].name} has {s.memory_limit}"
-        for k, s in enumerate(stages)
-        if not s.fits
-    ]

@@ -2,28 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from math import ceil
+from typing import TypeVar
 
 import msgspec
 
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
+from fxpart.solver.evaluation import ChoiceEvaluation, StagePeakMemory
 from fxpart.solver.greedy import first_choices
-from fxpart.solver.objective import PartitionScorer
+from fxpart.solver.interpolation import interpolate
+from fxpart.solver.joint.problem import JointProblem
+from fxpart.solver.objective import PartitionEvaluation, PartitionScorer
 from fxpart.solver.offload import with_offload
-from fxpart.solver.problem import (
-    DeviceLimit,
-    PartitionChoice,
-    PartitionProblem,
-    SplitBackward,
-    Variant,
-)
+from fxpart.solver.problem import DeviceLimit, PartitionChoice, PartitionProblem, Variant
 from fxpart.solver.search import PartitionRecord, PartitionSearch
 from fxpart.solver.suffix_dp import SolverTimeout
 
 # extra memory is found up to this fraction of the largest device's memory; at least 1 exactly
 _FINE = 1000
+P = TypeVar("P", PartitionProblem, JointProblem)
+Stage = TypeVar("Stage", bound=StagePeakMemory)
+Choice = TypeVar("Choice")
+
+
+def list_changes(
+    problem: P,
+    find: Callable[[P], ChoiceEvaluation[Stage] | None],
+    more_devices: Callable[[P], Iterator[tuple[str, P]]],
+    smaller_microbatches: Iterable[tuple[str, P]],
+) -> Iterator[str]:
+    """Yield changes that make a plan fit: offload, schedule, more devices, smaller microbatches.
+
+    find: returns the evaluation of a choice that fits a changed problem, or None. If neither
+    devices nor microbatches help alone, the smallest microbatches are combined with devices.
+    """
+    for offload in problem.offloads:
+        if (found := find(with_offload(problem, offload))) is not None:
+            needed = format_byte_count(max(s.needed for s in found.stages), up=True)
+            yield f"offload={offload} (then {needed} per device)"
+            break
+    default = msgspec.structs.replace(problem, schedules=(DEFAULT_SCHEDULE,))
+    if DEFAULT_SCHEDULE not in problem.schedules and find(default) is not None:
+        yield f"the schedule {DEFAULT_SCHEDULE}"
+    alone = False
+    for text, _ in more_devices(problem):
+        alone = True
+        yield text
+    smaller = list(smaller_microbatches)
+    for text, other in smaller:
+        if find(other) is not None:
+            alone = True
+            yield text
+            break
+    if not alone and smaller:
+        least, other = smaller[-1]
+        for text, _ in more_devices(other):
+            yield f"{text} with {least}"
+
+
+def find_least_sufficient(enough: Callable[[int], bool], most: int, start: int = 1) -> int | None:
+    """Return the smallest sufficient number from 1 to ``most`` of a monotone test, or None.
+
+    start: the first guess. Insufficient numbers take longest to test, so ``most`` is not tested
+    first.
+    """
+    if most < 1 or not enough(most):
+        return None
+    low, high = 0, most
+    size = min(start, most)
+    while size < most:
+        if enough(size):
+            high = size
+            break
+        low, size = size, 2 * size
+    while high - low > 1:
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def find_extra_memory(
+    find: Callable[[int], Choice | None], memory: int, most: int, start: int = _FINE
+) -> tuple[int, Choice] | None:
+    """Return the approximate minimum of missing bytes per device, and a choice that would fit.
+
+    find: returns a choice that fits with so many more bytes, at most ``most``. memory: of the
+    largest device. None if nothing fits, or if the deadline passes first.
+    """
+    step, found = max(memory // _FINE, 1), dict[int, Choice]()
+
+    def enough(steps: int) -> bool:
+        choice = find(steps * step)
+        if choice is not None:
+            found[steps] = choice
+        return choice is not None
+
+    try:
+        find_least_sufficient(enough, -(-most // step), start)
+    except SolverTimeout:
+        pass
+    return (min(found) * step, found[min(found)]) if found else None
+
+
+def describe_memory(sizes: Iterable[int], more: int) -> str:
+    """Return the remedy of ``more`` bytes on each device; sizes: their memories now."""
+    some = set(sizes)
+    if len(some) == 1:
+        return f"{format_byte_count(min(some) + more, up=True)} of memory on each device"
+    return f"{format_byte_count(more, up=True)} more memory on each device"
+
+
+def format_byte_count(size: int, *, up: bool = False) -> str:
+    """Return a readable byte count; ``up`` rounds up, so that the printed amount is sufficient."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            shown = ceil(size * 100 / unit) / 100 if up else size / unit
+            return f"{shown:.2f} {name}"
+    return f"{size} bytes"
 
 
 def find_feasible_choice(problem: PartitionProblem, deadline: float) -> PartitionChoice | None:
@@ -38,74 +137,39 @@ def extra_memory(problem: PartitionProblem, deadline: float) -> tuple[int, Parti
         (max(s.needed - s.memory_limit for s in scorer.evaluate(choice).stages), choice)
         for choice in first_choices(problem, deadline)
     ]
-    more, best = min(lacking, key=lambda pair: pair[0])
-    least, step = 0, max(max(d.memory for d in problem.devices) // _FINE, 1)
-    try:
-        while more - least > step:
-            middle = (least + more) // 2
-            choice = find_feasible_choice(with_memory(problem, middle), deadline)
-            if choice is None:
-                least = middle
-            else:
-                more, best = middle, choice
-    except SolverTimeout:
-        pass
-    return more, best
+    known = min(lacking, key=lambda pair: pair[0])
+    found = find_extra_memory(
+        lambda more: find_feasible_choice(with_memory(problem, more), deadline),
+        max(d.memory for d in problem.devices),
+        known[0],
+    )
+    return known if found is None or known[0] <= found[0] else found
 
 
 def find_fixes(problem: PartitionProblem, more: int, deadline: float) -> Iterator[str]:
-    """Yield verified changes that make a plan fit."""
-    sizes = sorted({d.memory for d in problem.devices})
-    if len(sizes) == 1:
-        yield f"{format_byte_count(sizes[0] + more, up=True)} of memory on each device"
-    else:
-        yield f"{format_byte_count(more, up=True)} more memory on each device"
+    """Yield verified changes that make a plan fit; more: missing bytes per device."""
+
+    def find(changed: PartitionProblem) -> PartitionEvaluation | None:
+        choice = find_feasible_choice(changed, deadline)
+        return None if choice is None else PartitionScorer(changed).evaluate(choice)
+
+    def more_devices(changed: PartitionProblem) -> Iterator[tuple[str, PartitionProblem]]:
+        if (stages := enough_stages(changed, deadline)) is not None:
+            name = "stages" if stages <= len(problem.devices) else "devices like the last"
+            yield f"{stages} {name}", with_stages(changed, stages)
+
+    smaller = (
+        (
+            f"{v.microbatches} microbatches of {v.microbatch_size} (estimated)",
+            msgspec.structs.replace(problem, variants=(v,)),
+        )
+        for v in extrapolate_smaller_microbatches(problem)
+    )
+    yield describe_memory((d.memory for d in problem.devices), more)
     try:
-        yield from _list_offloads(problem, deadline)
-        if DEFAULT_SCHEDULE not in problem.schedules:
-            other = msgspec.structs.replace(problem, schedules=(DEFAULT_SCHEDULE,))
-            if find_feasible_choice(other, deadline) is not None:
-                yield f"the schedule {DEFAULT_SCHEDULE}"
-        alone = False
-        if (stages := enough_stages(problem, deadline)) is not None:
-            alone = True
-            yield _count(problem, stages)
-        others = [
-            (v, msgspec.structs.replace(problem, variants=(v,)))
-            for v in extrapolate_smaller_microbatches(problem)
-        ]
-        for variant, other in others:
-            if find_feasible_choice(other, deadline) is not None:
-                alone = True
-                yield _microbatches(variant)
-                break
-        # neither helps alone: combine the smallest microbatch with devices
-        if not alone and others:
-            variant, other = others[-1]
-            if (stages := enough_stages(other, deadline)) is not None:
-                yield f"{_count(problem, stages)} with {_microbatches(variant)}"
+        yield from list_changes(problem, find, more_devices, smaller)
     except SolverTimeout:
         return
-
-
-def _list_offloads(problem: PartitionProblem, deadline: float) -> Iterator[str]:
-    """Yield the offload that makes a plan fit, and what a device needs then."""
-    for offload in problem.offloads:
-        other = with_offload(problem, offload)
-        choice = find_feasible_choice(other, deadline)
-        if choice is not None:
-            needed = max(s.needed for s in PartitionScorer(other).evaluate(choice).stages)
-            yield f"offload={offload} (then {format_byte_count(needed, up=True)} per device)"
-            return
-
-
-def format_byte_count(size: int, *, up: bool = False) -> str:
-    """Return a readable byte count; ``up`` rounds up, so that the printed amount is sufficient."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size >= unit:
-            shown = ceil(size * 100 / unit) / 100 if up else size / unit
-            return f"{shown:.2f} {name}"
-    return f"{size} bytes"
 
 
 def enough_stages(problem: PartitionProblem, deadline: float) -> int | None:
@@ -114,27 +178,14 @@ def enough_stages(problem: PartitionProblem, deadline: float) -> int | None:
     Additional devices equal the last one. More allowed stages are never worse, so bisection is
     exact.
     """
-    low, high = (
-        problem.max_stages,
-        PartitionSearch(problem, PartitionRecord(problem), deadline).tables.units,
+    units = PartitionSearch(problem, PartitionRecord(problem), deadline).tables.units
+    more = find_least_sufficient(
+        lambda k: (
+            find_feasible_choice(with_stages(problem, problem.max_stages + k), deadline) is not None
+        ),
+        units - problem.max_stages,
     )
-    if high <= low or find_feasible_choice(with_stages(problem, high), deadline) is None:
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        if find_feasible_choice(with_stages(problem, middle), deadline) is None:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def _count(problem: PartitionProblem, stages: int) -> str:
-    return f"{stages} {'stages' if stages <= len(problem.devices) else 'devices like the last'}"
-
-
-def _microbatches(variant: Variant) -> str:
-    return f"{variant.microbatches} microbatches of {variant.microbatch_size} (estimated)"
+    return None if more is None else problem.max_stages + more
 
 
 def with_memory(problem: PartitionProblem, more: int) -> PartitionProblem:
@@ -173,77 +224,13 @@ def extrapolate_smaller_microbatches(problem: PartitionProblem) -> Iterator[Vari
     while count <= batch:
         size = ceil(batch / count)
         if size < one.microbatch_size:
-            yield _scaled(one, other, size, count)
+
+            def at(small: float, large: float, size: int = size) -> float:
+                if other is None:
+                    return small * (size / one.microbatch_size)
+                slope = (large - small) / (other.microbatch_size - one.microbatch_size)
+                return min(small, max(0.0, small - slope * (one.microbatch_size - size)))
+
+            between = interpolate(one, other or one, at)
+            yield msgspec.structs.replace(between, microbatch_size=size, microbatches=count)
         count *= 2
-
-
-def _scale_split(
-    one: SplitBackward | None, more: SplitBackward | None, line: _SizeLine
-) -> SplitBackward | None:
-    if one is None or more is None:
-        return None
-    return SplitBackward(
-        seconds=line.rows(one.seconds, more.seconds), kept=line.whole(one.kept, more.kept)
-    )
-
-
-def _scaled(one: Variant, other: Variant | None, size: int, count: int) -> Variant:
-    known = None if other is None else other.microbatch_size
-    line = _SizeLine(one.microbatch_size, known, size)
-    more = other or one
-    return Variant(
-        microbatch_size=size,
-        microbatches=count,
-        forward=line.rows(one.forward, more.forward),
-        backward=line.rows(one.backward, more.backward),
-        activation=line.whole(one.activation, more.activation),
-        workspace=line.whole(one.workspace, more.workspace),
-        value_bytes=line.whole(one.value_bytes, more.value_bytes),
-        collective=line.row(one.collective, more.collective),
-        recompute=tuple(
-            msgspec.structs.replace(
-                a,
-                seconds=line.rows(a.seconds, b.seconds),
-                activation=line.whole(a.activation, b.activation),
-                workspace=line.whole(a.workspace, b.workspace),
-                collective=line.row(a.collective, b.collective),
-            )
-            for a, b in zip(one.recompute, more.recompute, strict=True)
-        ),
-        split=_scale_split(one.split, more.split, line),
-        offloaded=line.whole(one.offloaded, more.offloaded),
-        largest=line.whole((one.largest,), (more.largest,))[0],
-    )
-
-
-@dataclass(frozen=True)
-class _SizeLine:
-    """Extrapolation to microbatches of ``size`` rows from those of ``small`` and ``large`` rows.
-
-    large: None where only one size is known; values are then in proportion to the rows.
-    """
-
-    small: int
-    large: int | None
-    size: int
-
-    def at(self, small: float, large: float) -> float:
-        """Return the value at ``size``, never above that of ``small`` rows."""
-        if self.large is None:
-            return small * (self.size / self.small)
-        slope = (large - small) / (self.large - self.small)
-        return min(small, max(0.0, small - slope * (self.small - self.size)))
-
-    def row(self, small: Sequence[float], large: Sequence[float]) -> tuple[float, ...]:
-        """Return seconds by block."""
-        return tuple(self.at(a, b) for a, b in zip(small, large, strict=True))
-
-    def rows(
-        self, small: Sequence[Sequence[float]], large: Sequence[Sequence[float]]
-    ) -> tuple[tuple[float, ...], ...]:
-        """Return seconds by device type and block."""
-        return tuple(self.row(a, b) for a, b in zip(small, large, strict=True))
-
-    def whole(self, small: Sequence[int], large: Sequence[int]) -> tuple[int, ...]:
-        """Return bytes, rounded up."""
-        return tuple(ceil(self.at(a, b)) for a, b in zip(small, large, strict=True))

@@ -95,15 +95,25 @@ class Record(Generic[Choice]):
 
     def solution(self, bound: float, solver: str) -> SolverResult[Choice]:
         """Return the solution for a proven lower bound in seconds."""
-        bound = min(bound, self.seconds)
-        return SolverResult(
-            status=status_of(self.seconds, bound),
-            choice=self.choice,
-            objective=self.seconds,
-            bound=bound,
-            solver=solver,
-            candidates=self.candidates(),
-        )
+        return certify(self.candidates(), self.seconds, bound, solver)
+
+
+def certify(
+    candidates: Sequence[Choice], seconds: float, bound: float, solver: str
+) -> SolverResult[Choice]:
+    """Return the solution of the best choice, which takes ``seconds``, for a proven lower bound.
+
+    candidates: the best choice first; empty if there is none, with infinite seconds.
+    """
+    bound = min(bound, seconds)
+    return SolverResult(
+        status=status_of(seconds, bound),
+        choice=candidates[0] if candidates else None,
+        objective=seconds,
+        bound=bound,
+        solver=solver,
+        candidates=tuple(candidates),
+    )
 
 
 def status_of(objective: float, bound: float, close: float = CLOSE) -> Status:

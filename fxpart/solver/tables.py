@@ -62,60 +62,80 @@ class StageCostTable:
         )
 
 
-class PartitionTables:
+class UnitBands:
+    """Units of blocks that no cut divides, and bands over all intervals of units.
+
+    firsts, lasts: the first and last block of each unit. valid: entries that exist.
+    """
+
+    def __init__(self, blocks: int, fused: Iterable[int]) -> None:
+        """blocks: their number; fused: those with no cut after them."""
+        self._blocks = blocks
+        cuts = np.ones(blocks, dtype=bool)
+        cuts[list(fused)] = False
+        cuts[blocks - 1] = True
+        self.lasts = np.flatnonzero(cuts)
+        self.firsts = np.concatenate(([0], self.lasts[:-1] + 1))
+        self.units = len(self.lasts)
+        span = np.arange(self.units)
+        self._end = np.minimum(span[:, None] + span[None, :], self.units - 1)
+        self.valid = span[:, None] + span[None, :] < self.units
+
+    def to_band(self, full: NDArray[Number]) -> NDArray[Number]:
+        """Return a table over (first block, last block) as a band over units."""
+        picked = full[np.ix_(self.firsts, self.lasts)]
+        return np.asarray(np.take_along_axis(picked, self._end, axis=1))
+
+    def sums(self, amounts: Iterable[tuple[Rectangle, int]]) -> Ints:
+        """Return for each interval the sum of the amounts whose rectangle contains it."""
+        n, pairs = self._blocks, list(amounts)
+        corner = np.zeros((n + 1, n + 1), dtype=np.int64)
+        if pairs:
+            low, high, start, stop = np.array([r for r, _ in pairs], dtype=np.int64).T
+            numbers = np.array([amount for _, amount in pairs], dtype=np.int64)
+            np.add.at(corner, (low, start), numbers)
+            np.add.at(corner, (high + 1, start), -numbers)
+            np.add.at(corner, (low, stop + 1), -numbers)
+            np.add.at(corner, (high + 1, stop + 1), numbers)
+        return self.to_band(corner.cumsum(axis=0).cumsum(axis=1)[:n, :n])
+
+
+class PartitionTables(UnitBands):
     """Interval tables of a problem that do not depend on the variant."""
 
     def __init__(self, problem: PartitionProblem) -> None:
         """Merge blocks into units and sum weights, ties and value counts over all intervals."""
         self.problem = problem
         n = len(problem.blocks)
-        cuts = np.ones(n, dtype=bool)
-        cuts[list(problem.no_cut_after)] = False
-        cuts[n - 1] = True
-        self.lasts = np.flatnonzero(cuts)  # last block of each unit
-        self.firsts = np.concatenate(([0], self.lasts[:-1] + 1))
-        self.units = len(self.lasts)
-        span = np.arange(self.units)
-        self._end = np.minimum(span[:, None] + span[None, :], self.units - 1)
-        self.valid = span[:, None] + span[None, :] < self.units
-        received = [
-            (r, i)
+        super().__init__(n, problem.no_cut_after)
+        self._receipts = [
+            (r, i, v.trips)
             for i, v in enumerate(problem.values)
             for r in list_touching_rectangles(v.consumers, v.producer, n)
         ]
-        self._receipts, self._receipt_value = [r for r, _ in received], [i for _, i in received]
-        trips = [problem.values[i].trips for i in self._receipt_value]
-        self._trips = np.array(trips, dtype=np.int64)
-        self.trips = self.band(interval_sums(n, self._receipts, self._trips))
-        held = [
+        self.trips = self.sums((r, trips) for r, _, trips in self._receipts)
+        self.state_bytes = self.sums(
             (r, w.weight + w.gradient + w.optimizer)
             for w in problem.weights
             for r in list_touching_rectangles(w.blocks, -1, n)
-        ]
-        leaving = [
+        )
+        self._leaving = [
             ((0, v.producer, v.producer, v.consumers[-1] - 1), i)
             for i, v in enumerate(problem.values)
             if not v.saved
         ]
-        self._leaving, self._leaving_value = [r for r, _ in leaving], [i for _, i in leaving]
-        self.state_bytes = self.band(interval_sums(n, *_columns(held)))
         temporary = np.zeros(n, dtype=np.int64)
         for weight in problem.weights:
             for block in weight.blocks:
                 temporary[block] = max(temporary[block], weight.temporary)
-        self.updating = self.state_bytes + self.band(largest(temporary))
+        self.updating = self.state_bytes + self.to_band(largest(temporary))
         shared = [w for w in problem.weights if w.gradient and len(w.blocks) > 1]
         split = [(r, s, w.gradient) for w in shared for r, s in splits(w.blocks, n)]
-        self.syncs = self.band(interval_sums(n, *_columns([(r, s) for r, s, _ in split])))
-        self.sync_bytes = self.band(interval_sums(n, *_columns([(r, s * g) for r, s, g in split])))
+        self.syncs = self.sums((r, sign) for r, sign, _ in split)
+        self.sync_bytes = self.sums((r, sign * size) for r, sign, size in split)
         self.step = [self.additive(np.array(row, dtype=np.float64)) for row in problem.step]
         self._variants: dict[tuple[int, bool], VariantTables] = {}
         self.kept_tables: deque[tuple[dict[StageKey, StageCostTable], StageKey]] = deque()
-
-    def band(self, full: NDArray[Number]) -> NDArray[Number]:
-        """Return a table over (first block, last block) as a band over units."""
-        picked = full[np.ix_(self.firsts, self.lasts)]
-        return np.asarray(np.take_along_axis(picked, self._end, axis=1))
 
     def additive(self, row: NDArray[Number]) -> NDArray[Number]:
         """Return the band of sums of a cost by block; integers stay exact."""
@@ -125,15 +145,12 @@ class PartitionTables:
     def receipts(self, sizes: Ints) -> tuple[Ints, Ints]:
         """Return bytes received forward, and forward and back together, per interval; sizes:
         [value]."""
-        n = len(self.problem.blocks)
-        each = sizes[self._receipt_value] if self._receipts else np.zeros(0, dtype=np.int64)
-        once = self.band(interval_sums(n, self._receipts, each))
-        return once, self.band(interval_sums(n, self._receipts, each * self._trips))
+        once = self.sums((r, sizes[value]) for r, value, _ in self._receipts)
+        return once, self.sums((r, sizes[value] * trips) for r, value, trips in self._receipts)
 
     def sent(self, sizes: Ints) -> Ints:
         """Return bytes stored because they are sent, per interval; sizes: [value]."""
-        each = sizes[self._leaving_value] if self._leaving else np.zeros(0, dtype=np.int64)
-        return self.band(interval_sums(len(self.problem.blocks), self._leaving, each))
+        return self.sums((r, sizes[value]) for r, value in self._leaving)
 
     def variant(self, index: int, *, split: bool = False) -> VariantTables:
         """Return the tables at one microbatch size, made on first request.
@@ -190,7 +207,7 @@ class VariantTables:
         tables = self.tables
         saved = np.maximum(np.array(activation, dtype=np.int64), self._kept)
         each = tables.additive(saved) + self.received
-        most = tables.band(largest(np.array(workspace, dtype=np.int64)))
+        most = tables.to_band(largest(np.array(workspace, dtype=np.int64)))
         return each, tables.state_bytes + most
 
     @cached_property
@@ -272,22 +289,6 @@ def _kind(problem: PartitionProblem, devices: Sequence[int]) -> Kind:
         min(latency for latency, _ in ties),
         min(inverse for _, inverse in ties),
     )
-
-
-def _columns(pairs: list[tuple[Rectangle, int]]) -> tuple[list[Rectangle], Ints]:
-    return [r for r, _ in pairs], np.array([x for _, x in pairs], dtype=np.int64)
-
-
-def interval_sums(n: int, rectangles: list[Rectangle], amounts: NDArray[np.int64]) -> Ints:
-    """Return (n, n) table of (first, last): the sum of amounts whose rectangle covers the pair."""
-    corner = np.zeros((n + 1, n + 1), dtype=np.int64)
-    if rectangles:
-        low, high, start, stop = np.array(rectangles, dtype=np.int64).T
-        np.add.at(corner, (low, start), amounts)
-        np.add.at(corner, (high + 1, start), -amounts)
-        np.add.at(corner, (low, stop + 1), -amounts)
-        np.add.at(corner, (high + 1, stop + 1), amounts)
-    return corner.cumsum(axis=0).cumsum(axis=1)[:n, :n]
 
 
 def largest(row: Ints) -> Ints:

@@ -27,12 +27,11 @@ from fxpart.solver.asynchronous.weight_mode_requirements import (
     explain_unsupported_weight_mode,
 )
 from fxpart.solver.problem import PartitionChoice, Solution
-from fxpart.solver.solution import ALTERNATIVES, status_of
+from fxpart.solver.solution import ALTERNATIVES, certify
 from fxpart.solver.tables import (
     Floats,
     Ints,
     PartitionTables,
-    interval_sums,
     list_touching_rectangles,
 )
 from fxpart.solver.validate import check_problem
@@ -67,14 +66,12 @@ class _AsyncPipelineSearch:
         problem = given.problem
         self.tables, self.scorer = PartitionTables(problem), AsyncPipelineScorer(given)
         n = len(problem.blocks)
-        held = [
+        self._copied = self.tables.sums(
             (rectangle, w.weight)
             for w in problem.weights
             if w.gradient
             for rectangle in list_touching_rectangles(w.blocks, -1, n)
-        ]
-        amounts = np.array([size for _, size in held], dtype=np.int64)
-        self._copied = self.tables.band(interval_sums(n, [r for r, _ in held], amounts))
+        )
         self._passes = [self.tables.additive(np.array(row)) for row in given.passes]
         span = np.arange(self.tables.units)
         self._after = np.minimum(span[:, None] + span[None, :] + 1, self.tables.units)
@@ -97,15 +94,7 @@ class _AsyncPipelineSearch:
             found.append((evaluation.seconds * factor, choice))
         found.sort(key=lambda pair: (pair[0], len(pair[1].starts), pair[1].variant))
         best = found[0][0] if found else inf
-        bound = min(best, left)
-        return Solution(
-            status=status_of(best, bound),
-            choice=found[0][1] if found else None,
-            objective=best,
-            bound=bound,
-            solver="dp",
-            candidates=tuple(choice for _, choice in found[: 1 + ALTERNATIVES]),
-        )
+        return certify([choice for _, choice in found[: 1 + ALTERNATIVES]], best, left, "dp")
 
     def _kinds(self) -> Iterator[_AsyncSubproblem]:
         """Return the subproblems that the weight mode permits, with bounds by their work."""

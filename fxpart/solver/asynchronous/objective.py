@@ -14,6 +14,7 @@ minibatch has fewer), plus the weight mode's copies of the stage's trained weigh
 from __future__ import annotations
 
 from math import fsum
+from typing import TypeAlias
 
 import msgspec
 
@@ -24,6 +25,7 @@ from fxpart.solver.asynchronous.weight_mode_requirements import (
     compute_weight_mode_requirements,
     explain_unsupported_weight_mode,
 )
+from fxpart.solver.evaluation import ChoiceEvaluation
 from fxpart.solver.objective import PartitionScorer, StageCost
 from fxpart.solver.problem import PartitionChoice
 
@@ -50,19 +52,8 @@ class AsyncStageCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return max(self.cost.memory.total + self.copies, self.updating)
 
 
-class AsyncPipelineEvaluation(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
-    """Seconds per minibatch once the pipeline is full, the stages, and violations."""
-
-    seconds: float
-    stages: tuple[AsyncStageCost, ...]
-    faults: tuple[str, ...] = ()
-
-    @property
-    def feasible(self) -> bool:
-        """Return whether the choice fits every memory and satisfies every constraint."""
-        return not self.faults
+# Its seconds are per minibatch, once the pipeline is full.
+AsyncPipelineEvaluation: TypeAlias = ChoiceEvaluation[AsyncStageCost]
 
 
 class AsyncPipelineScorer:

@@ -7,16 +7,14 @@ bytes received and sent, and ties; costs are computed for one run of each class.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from fxpart.solver.joint.arrays import Ints, Mask
 from fxpart.solver.joint.problem import JointProblem
-from fxpart.solver.tables import interval_sums, list_touching_rectangles, splits
+from fxpart.solver.tables import UnitBands, list_touching_rectangles, splits
 
 
-class BlockRuns:
+class BlockRuns(UnitBands):
     """All runs of a problem. ``band[i, w]`` is the class of units i..i+w; ``count`` means "none".
 
     Each class has a representative run with its first and last block. arrived, arrived_fixed: row
@@ -28,19 +26,10 @@ class BlockRuns:
     def __init__(self, problem: JointProblem) -> None:
         """Merge blocks into units and sort all runs into classes."""
         self.problem = problem
-        n = len(problem.blocks)
-        cuts = np.ones(n, dtype=bool)
-        cuts[list(problem.no_cut_after)] = False
-        for pin in problem.pins:
-            cuts[pin.first : pin.last] = False
-        cuts[n - 1] = True
-        self.lasts = np.flatnonzero(cuts)
-        self.firsts = np.concatenate(([0], self.lasts[:-1] + 1))
-        self.units = len(self.lasts)
+        pinned = (block for pin in problem.pins for block in range(pin.first, pin.last))
+        super().__init__(len(problem.blocks), {*problem.no_cut_after, *pinned})
         self.unit_of = np.repeat(np.arange(self.units), self.lasts - self.firsts + 1)
-        span = np.arange(self.units)
-        self._end = np.minimum(span[:, None] + span[None, :], self.units - 1)
-        valid = (span[:, None] + span[None, :] < self.units) & self._uncut()
+        valid = self.valid & self._uncut()
         columns = [self._sequences(), *self._traffic()]
         ties = self._ties()
         keys = np.stack([c[valid] for c in (*columns, *(x for pair in ties for x in pair))], axis=1)
@@ -59,6 +48,13 @@ class BlockRuns:
         unit, span = int(self.unit_of[block]), np.arange(self.units)
         return (span[:, None] <= unit) & (span[:, None] + span[None, :] >= unit)
 
+    def spread(self, by_class: Ints) -> Ints:
+        """Return numbers by class as a table [first unit, last unit]; the last is for no class."""
+        table = np.full((self.units, self.units), by_class[self.count])
+        first, width = np.nonzero(self.band < self.count)
+        table[first, first + width] = by_class[self.band[first, width]]
+        return table
+
     def _uncut(self) -> Mask:
         """Return runs without a required cut inside; none if a unit itself would have to be cut."""
         allowed = np.ones((self.units, self.units), dtype=bool)
@@ -69,11 +65,6 @@ class BlockRuns:
             elif block < len(self.problem.blocks) - 1:
                 allowed &= ~(self.holding(block) & self.holding(block + 1))
         return allowed
-
-    def _band(self, full: Ints) -> Ints:
-        """Return a table over (first block, last block) as a band over units."""
-        picked = full[np.ix_(self.firsts, self.lasts)]
-        return np.asarray(np.take_along_axis(picked, self._end, axis=1))
 
     def _sequences(self) -> Ints:
         """Number sequences of kinds, equal numbers for equal sequences; each run extends a shorter
@@ -103,38 +94,25 @@ class BlockRuns:
         sent = [
             ((0, v.producer, v.producer, v.consumers[-1] - 1), v) for v in values if not v.saved
         ]
-        times = [v.trips for _, v in arrived]
-        some = [v.row_bytes > 0 or v.fixed_bytes > 0 for _, v in arrived]
-
-        def band(
-            pairs: Sequence[tuple[tuple[int, int, int, int], object]], amounts: list[int]
-        ) -> Ints:
-            amount = np.array(amounts, dtype=np.int64)
-            return self._band(interval_sums(n, [r for r, _ in pairs], amount))
-
         both = [*arrived, *sent]
         return [
-            band(arrived, [v.row_bytes * k for (_, v), k in zip(arrived, times, strict=True)]),
-            band(arrived, [v.fixed_bytes * k for (_, v), k in zip(arrived, times, strict=True)]),
-            band(arrived, [k * s for k, s in zip(times, some, strict=True)]),
-            band(both, [v.row_bytes * v.widened for _, v in both]),
-            band(both, [v.fixed_bytes * v.widened for _, v in both]),
+            self.sums((r, v.row_bytes * v.trips) for r, v in arrived),
+            self.sums((r, v.fixed_bytes * v.trips) for r, v in arrived),
+            self.sums((r, v.trips if v.row_bytes or v.fixed_bytes else 0) for r, v in arrived),
+            self.sums((r, v.row_bytes * v.widened) for r, v in both),
+            self.sums((r, v.fixed_bytes * v.widened) for r, v in both),
         ]
 
     def _ties(self) -> list[tuple[Ints, Ints]]:
         """Return for each tie 1 if a run has any of its blocks, and 1 if it has only some."""
-        n, made = len(self.problem.blocks), []
-        for tie in self.problem.ties:
-            present, some = list_touching_rectangles(tie.blocks, -1, n), splits(tie.blocks, n)
-            ones = np.ones(len(present), dtype=np.int64)
-            signs = np.array([s for _, s in some], dtype=np.int64)
-            made.append(
-                (
-                    self._band(interval_sums(n, present, ones)),
-                    self._band(interval_sums(n, [r for r, _ in some], signs)),
-                )
+        n = len(self.problem.blocks)
+        return [
+            (
+                self.sums((r, 1) for r in list_touching_rectangles(tie.blocks, -1, n)),
+                self.sums(splits(tie.blocks, n)),
             )
-        return made
+            for tie in self.problem.ties
+        ]
 
 
 def _classes(keys: Ints) -> tuple[Ints, Ints, Ints]:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from fxpart.errors import FxpartError
+from fxpart.solver.infeasible import describe_blocks
 from fxpart.solver.joint.constraints.apply import apply_constraints
 from fxpart.solver.joint.constraints.parse import PlanConstraint
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
+from fxpart.solver.joint.objective import JointEvaluation, evaluate
 from fxpart.solver.joint.problem import JointProblem, StagePin
 
 _PLENTY = 2**55  # bytes: more memory than anything needs; sums of it are exact
@@ -60,15 +62,19 @@ class RelaxableConstraints:
             changed = self._drops[i][1](changed)
         return changed
 
+    def find(
+        self, deadline: float, dropped: Collection[int] = (), change: Change | None = None
+    ) -> JointEvaluation | None:
+        """Return the evaluation of any choice that fits then, or None."""
+        problem = self.problem(dropped, change)
+        choice = None if problem is None else find_feasible_joint_choice(problem, deadline)
+        return None if problem is None or choice is None else evaluate(problem, choice)
+
     def fit(
-        self,
-        deadline: float,
-        dropped: Collection[int] = (),
-        change: Change | None = None,
+        self, deadline: float, dropped: Collection[int] = (), change: Change | None = None
     ) -> bool:
         """Return whether any choice fits then."""
-        problem = self.problem(dropped, change)
-        return problem is not None and find_feasible_joint_choice(problem, deadline) is not None
+        return self.find(deadline, dropped, change) is not None
 
     def conflict(
         self, deadline: float, change: Change | None = None, given_up: Collection[int] = ()
@@ -116,8 +122,7 @@ def _own(problem: JointProblem) -> list[tuple[str, Change]]:
 
 
 def _pin(problem: JointProblem, pin: StagePin) -> str:
-    first, last = problem.blocks[pin.first], problem.blocks[pin.last]
-    return f"{first if first == last else f'{first} … {last}'} on stage {pin.stage}"
+    return f"{describe_blocks(problem.blocks, pin.first, pin.last)} on stage {pin.stage}"
 
 
 def _without_pin(pin: StagePin) -> Change:

@@ -1,7 +1,7 @@
 """Feasibility: whether any choice fits, regardless of its time. Used by explanations and remedies.
 
-A suffix DP: the minimum devices of the last pool for blocks i.. in q stages, by the used devices of
-the first pool. Times are not computed, so it takes a fraction of the time of a solution.
+A suffix DP: the minimum devices of the last pool for units i.. in q stages, by the used devices of
+the first pool. Times are not compared, so it takes a fraction of the time of a solution.
 """
 
 from __future__ import annotations
@@ -9,21 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import gcd
+from math import gcd, inf
 
 import msgspec
 import numpy as np
 
-from fxpart.solver.joint.arcs import compute_max_depth
-from fxpart.solver.joint.intervals import Bytes, IntervalTables, Mask
+from fxpart.solver.joint.arrays import Ints, JointArrays, Mask
 from fxpart.solver.joint.memory_bounds import compute_min_state_bytes
-from fxpart.solver.joint.objective import uniform_degrees
-from fxpart.solver.joint.problem import (
-    JointChoice,
-    JointProblem,
-    count_option_devices,
-    count_stage_devices,
-)
+from fxpart.solver.joint.problem import JointChoice, JointProblem, count_stage_devices
+from fxpart.solver.joint.tables import JointTables
 from fxpart.solver.schedule_costs import has_pieces, needs_whole_depth
 from fxpart.solver.suffix_dp import SolverTimeout
 from fxpart.solver.work import work_seconds
@@ -39,10 +33,10 @@ def find_feasible_joint_choice(problem: JointProblem, deadline: float) -> JointC
     """
     if compute_min_state_bytes(problem) > sum(pool.devices * pool.memory for pool in problem.pools):
         return None
-    tables, open_ones = IntervalTables(problem), set[str]()
+    tables, open_ones = JointTables(JointArrays(problem)), set[str]()
     for m in sorted(problem.microbatches, reverse=True):  # small microbatches fit best
         for schedule in problem.schedules:
-            for group in _groups(problem) if not has_pieces(schedule) else ():
+            for group in tables.stacked.groups() if not has_pieces(schedule) else ():
                 fit = _FeasibilityProgram(tables, m, schedule, group, deadline)
                 if not fit.possible():
                     continue
@@ -69,24 +63,17 @@ def _solved(problem: JointProblem, deadline: float) -> JointChoice | None:
     return found.choice
 
 
-def _groups(problem: JointProblem) -> list[list[int]]:
-    """Return sets of options that may be combined in one choice."""
-    if not problem.uniform:
-        return [list(range(len(problem.options)))]
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for index in range(len(problem.options)):
-        groups.setdefault(uniform_degrees(problem, index), []).append(index)
-    return list(groups.values())
-
-
 @dataclass(frozen=True)
 class _IntervalDepths:
-    """Stages on a number of devices of a pool: maximum depth of each interval, and its option."""
+    """Stages on a number of devices of a pool: maximum depth of each interval, and its option.
+
+    Arrays [first unit, last unit].
+    """
 
     pool: int
     devices: int
-    depth: Bytes
-    option: Bytes
+    depth: Ints
+    option: Ints
 
 
 class _FeasibilityProgram:
@@ -94,19 +81,19 @@ class _FeasibilityProgram:
 
     def __init__(
         self,
-        tables: IntervalTables,
+        tables: JointTables,
         microbatches: int,
         schedule: str,
-        group: Sequence[int],
+        group: Ints,
         deadline: float,
     ) -> None:
-        self.tables, self.problem = tables, tables.problem
+        self.tables, self.runs, self.problem = tables, tables.runs, tables.stacked.problem
         self.microbatches, self.schedule, self.deadline = microbatches, schedule, deadline
         self.last = len(self.problem.pools) - 1
         self.ways = self._ways(group)
         first = [w.devices for w in self.ways if w.pool < self.last]
         self.unit = reduce(gcd, first, 0) or 1
-        self.apart, self.room = False, 0  # whether the first pool is counted, and its units
+        self.apart, self.room = False, 0  # whether the first pool is counted, in units
 
     def possible(self) -> bool:
         """Return whether anything fits if all devices were of one pool.
@@ -128,7 +115,7 @@ class _FeasibilityProgram:
         Its devices are of the right pools only if they are counted separately.
         """
         problem = self.problem
-        most = min(problem.max_stages, len(problem.blocks))
+        most = min(problem.max_stages, self.runs.units)
         apart = any(pin.stage >= 0 for pin in problem.pins)
         for some in self._counts(range(problem.min_stages, most + 1), apart):
             found = self._within(some, some.start if apart else None)
@@ -157,40 +144,26 @@ class _FeasibilityProgram:
         """Return the required depth of a stage: its own, or that of the whole pipeline."""
         return allowed.start if needs_whole_depth(self.schedule) else to_end
 
-    def _ways(self, group: Sequence[int]) -> list[_IntervalDepths]:
-        """Return by pool and number of devices the deepest of the options."""
-        problem, found = self.problem, dict[tuple[int, int], _IntervalDepths]()
-        for index in group:
-            self._check()
-            option = problem.options[index]
-            taken, sizes = (
-                count_option_devices(problem, option),
-                self.tables.sizes(index, self.microbatches),
-            )
-            if sizes is None or taken > problem.pools[option.pool].devices:
-                continue
-            depth = compute_max_depth(
-                self.tables, sizes, option.pool, self.microbatches, self.schedule
-            )
-            depth = np.where(self.tables.allowed, depth, 0)
-            one = _IntervalDepths(option.pool, taken, depth, np.full(depth.shape, index))
-            other = found.get((option.pool, taken))
-            if other is not None:
-                better = depth > other.depth
-                one = _IntervalDepths(
-                    option.pool,
-                    taken,
-                    np.where(better, depth, other.depth),
-                    np.where(better, index, other.option),
-                )
-            found[option.pool, taken] = one
-        return [way for _, way in sorted(found.items()) if way.depth.any()]
+    def _ways(self, group: Ints) -> list[_IntervalDepths]:
+        """Return by pool and number of devices the deepest of the options; of equal ones the
+        fastest."""
+        self._check()
+        fewest, runs = self.problem.min_stages, self.runs
+        entries = self.tables.entries(self.microbatches, self.schedule, group, inf, fewest)
+        deepest, found = entries.deepest(self.problem, self.microbatches, self.schedule), []
+        for k, (pool, devices) in enumerate(zip(entries.pool, entries.size, strict=True)):
+            mine = np.flatnonzero(entries.group == k)[::-1]
+            mine = mine[np.argsort(deepest[mine], kind="stable")]  # the last one of each class wins
+            tables = np.zeros((2, runs.count + 1), np.int64)
+            tables[:, entries.cls[mine]] = deepest[mine], entries.option[mine]
+            found.append(_IntervalDepths(int(pool), int(devices), *map(runs.spread, tables)))
+        return [way for way in found if way.depth.any()]
 
     def _within(self, allowed: range, stages: int | None) -> JointChoice | None:
         """Return a choice with a number of stages among ``allowed``, as required by pins from the
         front."""
-        n = len(self.problem.blocks)
-        need = np.full((n + 1, self.room + 1), _NONE)  # [block, units of the first pool]
+        n = self.runs.units
+        need = np.full((n + 1, self.room + 1), _NONE)  # [unit, devices of the first pool]
         need[n] = 0
         steps = [need]
         counted = self.problem.pools[-1:] if self.apart else self.problem.pools
@@ -212,13 +185,14 @@ class _FeasibilityProgram:
 
     def _pinned(self, to_end: int, stages: int | None) -> Mask:
         """Return intervals that satisfy the pins as the stage so far from the end."""
-        n = len(self.problem.blocks)
+        n = self.runs.units
         mask = np.ones((n, n), bool)
         first, last = np.arange(n)[:, None], np.arange(n)[None, :]
-        for pin in self.problem.pins:
+        for pin in self.problem.pins:  # whose blocks are one unit
             place = -pin.stage if stages is None or pin.stage < 0 else stages - pin.stage
-            inside = (first <= pin.first) & (pin.last <= last)
-            mask &= inside if place == to_end else (last < pin.first) | (pin.last < first)
+            unit = self.runs.unit_of[pin.first]
+            inside = (first <= unit) & (unit <= last)
+            mask &= inside if place == to_end else ~inside
         return mask
 
     def _allowed(self, to_end: int) -> list[_IntervalDepths]:
@@ -226,11 +200,9 @@ class _FeasibilityProgram:
         wanted = count_stage_devices(self.problem, to_end)
         return [way for way in self.ways if wanted in (0, way.devices)]
 
-    def _grown(
-        self, after: Bytes, pinned: Mask, deep: int, ways: Sequence[_IntervalDepths]
-    ) -> Bytes:
+    def _grown(self, after: Ints, pinned: Mask, deep: int, ways: Sequence[_IntervalDepths]) -> Ints:
         """Return the devices needed with one more stage in front."""
-        n, width = len(self.problem.blocks), after.shape[1]
+        n, width = self.runs.units, after.shape[1]
         need = np.full_like(after, _NONE)
         rows = max(1, _CHUNK // (n * width))
         for way in ways:
@@ -246,24 +218,23 @@ class _FeasibilityProgram:
                 np.minimum(into, least, out=into)
         return need
 
-    def _traced(self, steps: list[Bytes], stages: int | None, allowed: range) -> JointChoice:
-        """Return the stages after the last step's need of all blocks."""
-        block, unit = 0, int(steps[-1][0].argmin())
+    def _traced(self, steps: list[Ints], stages: int | None, allowed: range) -> JointChoice:
+        """Return the stages after the last step's need of all units."""
+        first, room = 0, int(steps[-1][0].argmin())
         starts, options = list[int](), list[int]()
         for to_end in range(len(steps) - 1, 0, -1):
-            block_after, unit, option = next(
+            starts.append(int(self.runs.firsts[first]))
+            first, room, option = next(
                 self._behind(
                     steps[to_end - 1],
-                    int(steps[to_end][block, unit]),
-                    (block, unit),
-                    self._pinned(to_end, stages)[block],
+                    int(steps[to_end][first, room]),
+                    (first, room),
+                    self._pinned(to_end, stages)[first],
                     self._deep(allowed, to_end),
                     self._allowed(to_end),
                 )
             )
-            starts.append(block)
             options.append(option)
-            block = block_after
         return JointChoice(
             microbatches=self.microbatches,
             schedule=self.schedule,
@@ -273,22 +244,22 @@ class _FeasibilityProgram:
 
     def _behind(
         self,
-        after: Bytes,
+        after: Ints,
         wanted: int,
         place: tuple[int, int],
         pinned: Mask,
         deep: int,
         ways: Sequence[_IntervalDepths],
     ) -> Iterator[tuple[int, int, int]]:
-        """Return (next block, units left, option) that yields the need at (block, units)."""
-        block, unit = place
+        """Return (next unit, devices left, option) that yields the need at (unit, devices)."""
+        first, room = place
         for way in ways:
             shift, add = self._takes(way)
-            if shift > unit:
+            if shift > room:
                 continue
-            good = pinned & (way.depth[block] >= deep)
-            for last in np.flatnonzero(good & (after[1:, unit - shift] + add == wanted)).tolist():
-                yield last + 1, unit - shift, int(way.option[block, last])
+            good = pinned & (way.depth[first] >= deep)
+            for last in np.flatnonzero(good & (after[1:, room - shift] + add == wanted)).tolist():
+                yield last + 1, room - shift, int(way.option[first, last])
 
     def _check(self) -> None:
         if work_seconds() > self.deadline:

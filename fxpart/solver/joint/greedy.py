@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Iterator
 from math import inf, isfinite
 
 import numpy as np
 
+from fxpart.solver.greedy import split_balanced
 from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.bounds import CheapBounds
-from fxpart.solver.joint.problem import JointChoice, JointProblem
+from fxpart.solver.joint.problem import JointChoice
 from fxpart.solver.joint.record import JointRecord
 from fxpart.solver.joint.weight_copies import WeightCopyCounts
 from fxpart.solver.schedule_costs import (
@@ -39,7 +39,8 @@ def first_plans(stacked: JointArrays, bounds: CheapBounds, record: JointRecord) 
     for _, k, s, option, stages in heapq.nsmallest(_TRIES, ranked):
         problem = stacked.problem
         m, schedule = problem.microbatches[k], problem.schedules[s]
-        starts = balanced(stacked, bounds.costs(m)[0][option][stacked.kinds].tolist(), stages)
+        seconds = bounds.costs(m)[0][option][stacked.kinds].tolist()
+        starts = split_balanced(seconds, problem.no_cut_after, stages)
         if starts is not None:
             choice = JointChoice(
                 microbatches=m, schedule=schedule, starts=starts, options=(option,) * stages
@@ -109,24 +110,3 @@ def _counts(least: int, most: int) -> Iterator[int]:
         most //= 2
     if most >= least:
         yield most
-
-
-def balanced(stacked: JointArrays, seconds: list[float], pieces: int) -> tuple[int, ...] | None:
-    """Return first blocks of pieces of about equal seconds, cut only at allowed cuts."""
-    problem: JointProblem = stacked.problem
-    fused, n = set(problem.no_cut_after), len(seconds)
-    cuts = [b + 1 for b in range(n - 1) if b not in fused]
-    if len(cuts) < pieces - 1:
-        return None
-    done = np.cumsum(seconds)
-    before = [float(done[c - 1]) for c in cuts]
-    starts, least = [0], 0
-    for k in range(1, pieces):
-        most = len(cuts) - (pieces - k)  # leave one cut for each later piece
-        target = float(done[-1]) * k / pieces
-        place = bisect_left(before, target, least, most)
-        if place > least and target - before[place - 1] < before[place] - target:
-            place -= 1
-        starts.append(cuts[place])
-        least = place + 1
-    return tuple(starts)

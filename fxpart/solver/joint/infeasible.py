@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from fxpart.errors import Problem
+from fxpart.solver.infeasible import describe_blocks, too_little_memory, too_little_time
 from fxpart.solver.joint.constraint_conflicts import RelaxableConstraints, with_unlimited_memory
 from fxpart.solver.joint.constraints.parse import PlanConstraint
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
-from fxpart.solver.joint.memory_bounds import compute_min_block_bytes, compute_min_state_bytes
-from fxpart.solver.joint.objective import JointScorer, JointStage, degrees
+from fxpart.solver.joint.memory_bounds import compute_min_state_bytes, list_min_unit_bytes
+from fxpart.solver.joint.objective import JointScorer, degrees
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
@@ -43,26 +42,22 @@ def explain_joint_infeasible(
     limits = RelaxableConstraints(problem, wider, constraints)
     try:
         if find_feasible_joint_choice(problem, deadline) is not None:
-            return (_too_little_time("A plan fits, but none was found within the time limit."),)
+            return (too_little_time("A plan fits, but none was found within the time limit."),)
         if find_feasible_joint_choice(with_unlimited_memory(problem), deadline) is None:
             blamed = limits.conflict(deadline, with_unlimited_memory)
             if blamed:
                 return (_contradiction(problem, limits, wider, blamed, deadline),)
             return (_nothing_runs(problem, limits, wider, deadline),)
     except SolverTimeout:
-        return (_too_little_time("The time limit was too short to decide whether a plan fits."),)
+        return (too_little_time("The time limit was too short to decide whether a plan fits."),)
     lacking = extra_memory(problem, (work_seconds() + deadline) / 2)  # leave time for remedies
     if lacking is None:
         return (
-            _too_little_time(
+            too_little_time(
                 "The time limit was too short to determine how much memory is missing."
             ),
         )
     return (_too_little_memory(problem, limits, wider, lacking, deadline),)
-
-
-def _too_little_time(why: str) -> Problem:
-    return Problem("FXP205", where="solver", why=why, fix="Increase time_limit.")
 
 
 def _contradiction(
@@ -130,24 +125,13 @@ def _too_little_memory(
 ) -> Problem:
     """Return the worst stage of the closest choice, unavoidable facts, and the verified fixes."""
     more, choice = lacking
-    stages = JointScorer(problem).evaluate(choice).stages
-    k = max(range(len(stages)), key=lambda s: stages[s].memory.total - stages[s].memory_limit)
-    stage = stages[k]
-    over = sum(s.memory.total > s.memory_limit for s in stages)
-    others = f"; {over - 1} more stages do not fit either" if over > 1 else ""
-    why = [
-        *_certain(problem),
-        f"{_parts(stage)}, with {stage.in_flight} of {choice.microbatches} microbatches in "
-        f"flight, under {choice.schedule}; this is the closest choice",
+    stages = [
+        (stage.pieces[0][0], stage.pieces[-1][1], _shape(problem, stage.option), stage)
+        for stage in JointScorer(problem).evaluate(choice).stages
     ]
-    return Problem(
-        "FXP204",
-        where=f"{_blocks(problem, stage)}, stage {k} of {len(stages)}, on "
-        f"{_shape(problem, stage.option)}: {format_byte_count(stage.memory.total)} needed, "
-        f"{format_byte_count(stage.memory_limit)} available{others}",
-        why="\n".join(why),
-        fix="; or ".join(remedies(problem, limits, wider, more, deadline)),
-    )
+    flight = f"{choice.microbatches} microbatches in flight, under {choice.schedule}"
+    fixes = remedies(problem, limits, wider, more, deadline)
+    return too_little_memory(problem.blocks, stages, flight, fixes, _certain(problem))
 
 
 def _certain(problem: JointProblem) -> Iterator[str]:
@@ -160,10 +144,11 @@ def _certain(problem: JointProblem) -> Iterator[str]:
             f"{format_byte_count(state)} in total, but "
             f"{sum(pool.devices for pool in problem.pools)} devices have {format_byte_count(there)}"
         )
-    for block, (need, room) in enumerate(compute_min_block_bytes(problem)):
+    for first, last, need, room in list_min_unit_bytes(problem):
         if need > room:
             yield (
-                f"{problem.blocks[block]} alone needs at least {format_byte_count(need)}, "
+                f"{describe_blocks(problem.blocks, first, last)} alone needs at least "
+                f"{format_byte_count(need)}, "
                 f"more than the {format_byte_count(room)} of any device for it"
             )
             return
@@ -185,16 +170,3 @@ def _shape(problem: JointProblem, option: int) -> str:
     name = problem.pools[one.pool].name
     where = f"each of {count} {name}" if count > 1 else name
     return f"{where} ({', '.join(shown)})" if shown else where
-
-
-def _blocks(problem: JointProblem, stage: JointStage) -> str:
-    first, last = (problem.blocks[b] for b in (stage.pieces[0][0], stage.pieces[-1][1]))
-    return first if first == last else f"{first} … {last}"
-
-
-def _parts(stage: JointStage) -> str:
-    """Return a stage's memory by cause, largest first, without zero entries."""
-    parts = sorted(msgspec.structs.asdict(stage.memory).items(), key=lambda part: -part[1])
-    return (
-        ", ".join(f"{name} {format_byte_count(size)}" for name, size in parts if size) or "nothing"
-    )

@@ -14,10 +14,11 @@ from math import inf
 import numpy as np
 
 from fxpart.schedule.spec import INTERLEAVED
+from fxpart.solver.greedy import split_balanced
 from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.bounds import CheapBounds
 from fxpart.solver.joint.enumeration import choices, count
-from fxpart.solver.joint.greedy import balanced, estimates
+from fxpart.solver.joint.greedy import estimates
 from fxpart.solver.joint.problem import JointChoice
 from fxpart.solver.joint.record import JointRecord
 from fxpart.solver.work import work_seconds
@@ -102,7 +103,7 @@ class InterleavedSearch:
                 return
             m = problem.microbatches[k]
             costs = self.bounds.costs(m)[0][option][self.stacked.kinds].tolist()
-            starts = balanced(self.stacked, costs, stages * v)
+            starts = split_balanced(costs, problem.no_cut_after, stages * v)
             if starts is None:
                 continue
             choice = JointChoice(

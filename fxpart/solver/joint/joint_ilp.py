@@ -1,30 +1,32 @@
 """The joint problem as an integer program for CP-SAT: a second solver besides the DP.
 
 One integer program for each microbatch count and schedule. There is a variable for each arc (a run
-of blocks with an option, :mod:`fxpart.solver.joint.list_candidate_arcs`), and arcs form a path
-through the blocks. Every block's arc bounds the longest stage and the stages after it, which is
-stronger than bounds by arc, because exactly one arc covers a block. Seconds become integers by
-scaling and rounding down, which only lowers the objective: CP-SAT's own bound, scaled back, is a
-bound on ours. Choices are evaluated again by :func:`fxpart.solver.joint.objective.evaluate`.
+of blocks with an option, from :mod:`fxpart.solver.joint.tables`), and arcs form a path through the
+blocks. Every block's arc bounds the longest stage and the stages after it, which is stronger than
+bounds by arc, because exactly one arc covers a block. Seconds become integers by scaling and
+rounding down, which only lowers the objective: CP-SAT's own bound, scaled back, is a bound on ours.
+Choices are evaluated again by :func:`fxpart.solver.joint.objective.evaluate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import floor, inf, isfinite
 from typing import Any
 
+import numpy as np
 from ortools.sat.python import cp_model
 
 from fxpart.schedule.spec import INTERLEAVED
-from fxpart.solver.joint.arcs import least_seconds, list_candidate_arcs
-from fxpart.solver.joint.intervals import IntervalTables
+from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.objective import uniform_degrees
-from fxpart.solver.joint.problem import JointChoice, JointProblem
+from fxpart.solver.joint.problem import JointChoice, JointProblem, count_option_devices
+from fxpart.solver.joint.record import JointRecord
+from fxpart.solver.joint.tables import JointTables
 from fxpart.solver.progress import Progress
 from fxpart.solver.schedule_costs import (
-    get_fill_fraction,
     has_pieces,
     needs_whole_depth,
     split_stage_counts,
@@ -56,22 +58,21 @@ def accepts(problem: JointProblem) -> str | None:
 
 def solve_cp_sat(
     problem: JointProblem,
-    *,
-    incumbent: JointChoice | None,
+    record: JointRecord,
     deadline: float,
     seed: int,
     progress: Callable[[Progress], None] | None = None,
-) -> tuple[JointChoice | None, float]:
-    """Return the best choice found and a proven lower bound in seconds, infinite if none exists.
+) -> float:
+    """Add choices to ``record`` and return a proven lower bound in seconds, infinite if none fits.
 
-    incumbent: a choice that fits, as hint and cutoff. deadline: a ``work_seconds()`` value. One
-    worker, a fixed seed and a deterministic limit make equal runs equal unless the deadline
-    interrupts them. An interrupt (SIGINT) ends the search with the current result.
+    The best known choice is hint and cutoff. deadline: a ``work_seconds()`` value. One worker, a
+    fixed seed and a deterministic limit make equal runs equal unless the deadline interrupts them.
+    An interrupt (SIGINT) ends the search with the current result.
     """
-    tables = IntervalTables(problem)
-    best = _JointIncumbent(tables, incumbent)
+    tables = JointTables(JointArrays(problem))
+    groups = tables.stacked.groups()
     parts = sorted(
-        (least_seconds(tables, m, schedule), m, s, counts)
+        (min(tables.bounds.bound(m, schedule, options) for options in groups), m, s, counts)
         for m in problem.microbatches
         for s, schedule in enumerate(problem.schedules)
         for counts in split_stage_counts(schedule, m, problem.min_stages, problem.max_stages)
@@ -79,32 +80,50 @@ def solve_cp_sat(
     bounds, stopped = [cheap for cheap, *_ in parts], False
     for k, (cheap, microbatches, s, counts) in enumerate(parts):
         left = deadline - work_seconds()
-        if stopped or left <= 0 or cheap >= best.seconds * (1 - _EXACT):
+        if stopped or left <= 0 or cheap >= record.seconds * (1 - _EXACT):
             continue
-        program = _JointModel(tables, microbatches, problem.schedules[s], counts, best)
+        program = _JointModel(tables, microbatches, problem.schedules[s], counts, record)
         found, stopped = program.solve(seed, deadline)
         bounds[k] = max(cheap, found)
         if progress is not None:
-            bound = min([*bounds, best.seconds])
-            progress(Progress(best.seconds, bound, deadline - work_seconds(), "cp-sat"))
-    return best.choice, min([*bounds, best.seconds])
+            bound = min([*bounds, record.seconds])
+            progress(Progress(record.seconds, bound, deadline - work_seconds(), "cp-sat"))
+    return min([*bounds, record.seconds])
 
 
-class _JointIncumbent:
-    """The best known choice and its seconds."""
+@dataclass(frozen=True)
+class _Arc:
+    """Blocks first..last with an option: filling and load in seconds, devices, deepest entry."""
 
-    def __init__(self, tables: IntervalTables, choice: JointChoice | None) -> None:
-        self.scorer = tables.scorer
-        self.choice: JointChoice | None = None
-        self.seconds = inf
-        if choice is not None:
-            self.add(choice)
+    first: int
+    last: int
+    option: int
+    filling: float
+    load: float
+    devices: int
+    deepest: int
 
-    def add(self, choice: JointChoice) -> None:
-        """Store the choice if it fits and is faster."""
-        found = self.scorer.evaluate(choice)
-        if found.feasible and found.seconds < self.seconds:
-            self.choice, self.seconds = choice, found.seconds
+
+def _list_arcs(
+    tables: JointTables, microbatches: int, schedule: str, cutoff: float, stages: int
+) -> list[_Arc]:
+    """Return every candidate stage of plans of at most ``cutoff`` seconds and ``stages`` or more.
+
+    Ordered by first block, last block and option.
+    """
+    found, runs = list[_Arc](), tables.runs
+    of_class: dict[int, list[tuple[int, int]]] = {}
+    for first, width in np.argwhere(runs.band < runs.count).tolist():
+        blocks = int(runs.firsts[first]), int(runs.lasts[first + width])
+        of_class.setdefault(int(runs.band[first, width]), []).append(blocks)
+    for group in tables.stacked.groups():
+        entries = tables.entries(microbatches, schedule, group, cutoff, stages)
+        deepest = entries.deepest(tables.stacked.problem, microbatches, schedule)
+        devices = entries.size[entries.group]
+        columns = entries.option, entries.filling, entries.load, devices, deepest
+        for cls, *numbers in zip(entries.cls.tolist(), *(x.tolist() for x in columns), strict=True):
+            found += [_Arc(*blocks, *numbers) for blocks in of_class[cls]]
+    return sorted(found, key=lambda arc: (arc.first, arc.last, arc.option))
 
 
 class _JointModel:
@@ -115,20 +134,17 @@ class _JointModel:
 
     def __init__(
         self,
-        tables: IntervalTables,
+        tables: JointTables,
         microbatches: int,
         schedule: str,
         counts: tuple[int, int],
-        best: _JointIncumbent,
+        best: JointRecord,
     ) -> None:
-        self.problem, self.best, self.counts = tables.problem, best, counts
+        self.problem, self.best, self.counts = tables.stacked.problem, best, counts
         self.microbatches, self.schedule = microbatches, schedule
-        self.share = get_fill_fraction(schedule, microbatches, counts[0])
-        hinted = self._hinted()
         cutoff = best.seconds * (1 + _SLACK)
-        self.arcs = list_candidate_arcs(
-            tables, microbatches, schedule, cutoff, hinted, share=self.share
-        )
+        self.arcs = _list_arcs(tables, microbatches, schedule, cutoff, counts[0])
+        hinted = self._hinted()
         top = best.seconds if isfinite(best.seconds) else self._worst()
         self.scale = _STEPS / top if top > 0 else 1.0
         self.model = cp_model.CpModel()
@@ -185,27 +201,38 @@ class _JointModel:
     def _int(self, seconds: float) -> int:
         return floor(seconds * self.scale)
 
-    def _hinted(self) -> frozenset[tuple[int, int, int]]:
-        """Return the arcs of the best choice, if it has this microbatch count and schedule."""
+    def _hinted(self) -> frozenset[int]:
+        """Return the arcs of the best choice, if it has this microbatch count and schedule.
+
+        An arc that another one replaces, at least as good on as many devices, is that other one.
+        """
         choice = self.best.choice
         if choice is None or (choice.microbatches, choice.schedule) != (
             self.microbatches,
             self.schedule,
         ):
             return frozenset()
+        found = set[int]()
         pieces = pairwise((*choice.starts, len(self.problem.blocks)))
-        return frozenset(
-            (start, end - 1, option)
-            for (start, end), option in zip(pieces, choice.options, strict=True)
-        )
+        for (start, end), option in zip(pieces, choice.options, strict=True):
+            devices = count_option_devices(self.problem, self.problem.options[option])
+            same = [
+                (arc.option != option, k)
+                for k, arc in enumerate(self.arcs)
+                if (arc.first, arc.last, arc.devices) == (start, end - 1, devices)
+                and self.problem.options[arc.option].pool == self.problem.options[option].pool
+            ]
+            if same:
+                found.add(min(same)[1])
+        return frozenset(found)
 
     def _worst(self) -> float:
         """Return seconds that no choice exceeds: the longest arc of each block, and the largest
         load."""
         longest = [0.0] * len(self.problem.blocks)
         for arc in self.arcs:
-            longest[arc.first] = max(longest[arc.first], arc.seconds)
-        return self.share * sum(longest) + max((arc.load for arc in self.arcs), default=0.0)
+            longest[arc.first] = max(longest[arc.first], arc.filling)
+        return sum(longest) + max((arc.load for arc in self.arcs), default=0.0)
 
     def _cut(self, block: int) -> Expression:
         """Return a literal: a stage starts with the block."""
@@ -271,16 +298,13 @@ class _JointModel:
             load = sum(self._int(self.arcs[k].load) * self.used[k] for k in covers)
             self.model.add(load <= self.longest)
         total = self.longest + sum(
-            self._int(self.share * arc.seconds) * x
-            for arc, x in zip(self.arcs, self.used, strict=True)
+            self._int(arc.filling) * x for arc, x in zip(self.arcs, self.used, strict=True)
         )
         self.model.add(total <= cutoff)
         self.model.minimize(total)
 
-    def _hint(self, hinted: frozenset[tuple[int, int, int]]) -> None:
+    def _hint(self, hinted: frozenset[int]) -> None:
         """Add a complete assignment as hint."""
-        taken = [(a.first, a.last, a.option) in hinted for a in self.arcs]
-        for x, one in zip(self.used, taken, strict=True):
-            self.model.add_hint(x, one)
-        loads = [self._int(a.load) for a, one in zip(self.arcs, taken, strict=True) if one]
-        self.model.add_hint(self.longest, max(loads, default=0))
+        for k, x in enumerate(self.used):
+            self.model.add_hint(x, k in hinted)
+        self.model.add_hint(self.longest, max(self._int(self.arcs[k].load) for k in hinted))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import floor
 
 import numpy as np
 
-from fxpart.solver.joint.intervals import IntervalTables
+from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.problem import (
     JointProblem,
     ParallelOption,
     ParameterFootprint,
     count_option_devices,
 )
+from fxpart.solver.joint.tables import JointTables
 
 _CUT_FROM = {"weight": 3, "gradient": 2, "optimizer": 1}  # ZeRO levels
 
@@ -47,23 +49,26 @@ def _spread(problem: JointProblem, option: ParallelOption) -> list[float]:
     return [count_option_devices(problem, option) * b for b in total]
 
 
-def compute_min_block_bytes(problem: JointProblem) -> list[tuple[int, int]]:
-    """Return by block the minimum bytes of its stage on one device, and the device's memory.
+def list_min_unit_bytes(problem: JointProblem) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the first and last block of each unit, the least bytes of its stage, and the memory.
 
-    For the option with the smallest deficit (or largest surplus).
+    A unit is what no cut may divide. Bytes and memory are those of one device under the option with
+    the smallest deficit (or largest surplus).
     """
-    tables, n = IntervalTables(problem), len(problem.blocks)
-    best: list[tuple[int, int] | None] = [None] * n
+    tables = JointTables(JointArrays(problem))
+    stacked, runs = tables.stacked, tables.runs
+    least: dict[int, tuple[int, int]] = {}
     for m in problem.microbatches:
-        for index, option in enumerate(problem.options):
-            sizes = tables.sizes(index, m) if _can(problem, option) else None
-            work = tables.scorer.work(option, m)
-            if sizes is None or work is None:
-                continue
-            room = problem.pools[option.pool].memory
-            for b in range(n):
-                need = int(sizes.standing[b, b]) + work.activation[problem.kinds[b]]
-                known = best[b]
-                if known is None or need - room < known[0] - known[1]:
-                    best[b] = (need, room)
-    return [pair or (0, 0) for pair in best]
+        work = stacked.work(m)
+        usable = np.flatnonzero(work >= 0)
+        for cls in sorted({*runs.band[:, 0].tolist()} - {runs.count}) if len(usable) else ():
+            whole = np.full(len(usable), cls)
+            needs = sum(tables.bytes(usable, work[usable], whole), np.zeros_like(whole))
+            room = stacked.memory[stacked.pool[usable]]
+            best = int(np.argmin(needs - room))
+            pair = int(needs[best]), int(room[best])
+            if cls not in least or pair[0] - pair[1] < least[cls][0] - least[cls][1]:
+                least[cls] = pair
+    for unit, cls in enumerate(runs.band[:, 0].tolist()):
+        if cls in least:
+            yield int(runs.firsts[unit]), int(runs.lasts[unit]), *least[cls]

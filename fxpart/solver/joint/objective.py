@@ -17,12 +17,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import fsum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import msgspec
-
-from fxpart.errors import error
 from fxpart.schedule.spec import SCHEDULES
+from fxpart.solver.evaluation import (
+    ChoiceEvaluation,
+    StageMemory,
+    StagePeakMemory,
+    check_choice,
+    list_forbidden,
+    list_overfull,
+)
 from fxpart.solver.joint.problem import (
     JointChoice,
     JointProblem,
@@ -33,7 +38,7 @@ from fxpart.solver.joint.problem import (
 )
 from fxpart.solver.joint.stage_state import StageState
 from fxpart.solver.joint.weight_copies import WeightCopyCounts
-from fxpart.solver.objective import StageMemory, count_tied_reduction_messages
+from fxpart.solver.objective import count_tied_reduction_messages
 from fxpart.solver.schedule_costs import (
     count_stage_in_flight,
     get_fill_fraction,
@@ -43,17 +48,13 @@ from fxpart.solver.schedule_costs import (
 )
 
 
-class _JointCostStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Frozen, keyword-only, and strict about fields."""
-
-
-class JointStage(_JointCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JointStage(StagePeakMemory, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage of a choice: its pieces as (first, last) block, its option, and its costs.
 
     Seconds per microbatch: forward, backward (collectives in both), collective (their share),
     transfer (values received and gradients returned), gather (ZeRO 3). Seconds per step: reduce
     (gradient reduction and ZeRO's all-gather of weights), tie (messages of tied parameters),
-    optimizer. workspace is included in ``memory.activations``.
+    optimizer.
     """
 
     pieces: tuple[tuple[int, int], ...]
@@ -66,10 +67,6 @@ class JointStage(_JointCostStruct, frozen=True, kw_only=True, forbid_unknown_fie
     reduce_seconds: float
     tie_seconds: float
     optimizer_seconds: float
-    memory: StageMemory
-    memory_limit: int
-    in_flight: int
-    workspace: int
 
     @property
     def seconds(self) -> float:
@@ -85,17 +82,7 @@ class JointStage(_JointCostStruct, frozen=True, kw_only=True, forbid_unknown_fie
         return fsum((self.reduce_seconds, self.tie_seconds, self.optimizer_seconds))
 
 
-class JointEvaluation(_JointCostStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A choice's step time T in seconds, its parts by stage, and its violations."""
-
-    seconds: float
-    stages: tuple[JointStage, ...]
-    faults: tuple[str, ...] = ()
-
-    @property
-    def feasible(self) -> bool:
-        """Return whether the choice fits every memory and satisfies every constraint."""
-        return not self.faults
+JointEvaluation: TypeAlias = ChoiceEvaluation[JointStage]
 
 
 class JointScorer:
@@ -151,12 +138,8 @@ class JointScorer:
             m,
             get_fill_fraction(choice.schedule, m, count, choice.virtual),
         )
-        faults += [
-            f"stage {k} needs {s.memory.total} bytes, "
-            f"{problem.pools[problem.options[s.option].pool].name} has {s.memory_limit}"
-            for k, s in enumerate(stages)
-            if s.memory.total > s.memory_limit
-        ]
+        names = [problem.pools[problem.options[s.option].pool].name for s in stages]
+        faults += list_overfull(stages, names)
         return JointEvaluation(seconds=seconds, stages=tuple(stages), faults=tuple(faults))
 
     def stage(
@@ -264,22 +247,15 @@ def _well_formed(problem: JointProblem, choice: JointChoice) -> None:
     elif choice.microbatches < 1 or (choice.virtual > 1) != has_pieces(choice.schedule):
         why = f"{choice.schedule} does not support {choice.microbatches} microbatches and "
         why += f"virtual={choice.virtual}."
-    if why:
-        raise error(
-            "FXP109", where="choice", why=why, fix="Use a choice that was made for this problem."
-        )
+    check_choice(why)
 
 
 def _broken(problem: JointProblem, choice: JointChoice) -> list[str]:
     """Return violated constraints other than memory, as text."""
-    faults, count = [], len(choice.options)
-    if not problem.min_stages <= count <= problem.max_stages:
-        allowed = f"{problem.min_stages} to {problem.max_stages}"
-        faults.append(f"{count} stages, allowed are {allowed}")
+    count = len(choice.options)
+    faults = list_forbidden(problem, count, choice.schedule)
     if choice.microbatches not in problem.microbatches:
         faults.append(f"{choice.microbatches} microbatches are not among those to choose from")
-    if choice.schedule not in problem.schedules:
-        faults.append(f"schedule {choice.schedule}, allowed are {', '.join(problem.schedules)}")
     most = WeightCopyCounts(problem.weights, problem.max_stages).limit(choice.microbatches)
     if is_stream(choice.schedule) and count > most:
         faults.append(

@@ -93,16 +93,7 @@ def _by_cp_sat(
 ) -> None:
     from fxpart.solver.joint.joint_ilp import solve_cp_sat  # OR-Tools is slow to import
 
-    choice, bound = solve_cp_sat(
-        problem,
-        incumbent=reporter.record.choice,
-        deadline=deadline,
-        seed=seed,
-        progress=reporter.progress,
-    )
-    if choice is not None:
-        reporter.record.add(choice)
-    reporter.bound = bound
+    reporter.bound = solve_cp_sat(problem, reporter.record, deadline, seed, reporter.progress)
 
 
 class JointProgressReporter:

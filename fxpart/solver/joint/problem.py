@@ -19,7 +19,7 @@ import msgspec
 from fxpart.plan.offload import Offload
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.schedule.weight_modes import STASH
-from fxpart.solver.problem import Recompute
+from fxpart.solver.problem import BlockValue, Recompute
 from fxpart.solver.solution import SolverResult
 
 
@@ -140,29 +140,12 @@ class ParallelOption(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.shard_degree or self.data, self.data // layout.expert
 
 
-class StageBoundary(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tensor made by block ``producer`` and used by ``consumers`` (later blocks, sorted).
+class StageBoundary(BlockValue, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A value with ``row_bytes`` for each row of a replica's share, plus ``fixed_bytes``."""
 
-    A stage that uses it without its producer receives it per microbatch (``row_bytes`` for each row
-    of the replica's share, plus ``fixed_bytes``), and returns the same amount if ``gradient`` is
-    set. saved: its stage stores it for the backward in any case; otherwise a stage that sends it
-    stores it per microbatch in flight. widened: ratio of stored to sent bytes (2 if float32 is sent
-    as bfloat16). sent: False if the stage computes the value itself, and only stores it.
-    """
-
-    producer: int
-    consumers: tuple[int, ...]
     row_bytes: int
     fixed_bytes: int = 0
     gradient: bool = True
-    saved: bool = True
-    widened: int = 1
-    sent: bool = True
-
-    @property
-    def trips(self) -> int:
-        """Return the messages per microbatch to a stage that uses it, with the gradient's."""
-        return (2 if self.gradient else 1) if self.sent else 0
 
 
 class JointTiedParameter(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):

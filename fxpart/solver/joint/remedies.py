@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
 
-from fxpart.schedule.spec import DEFAULT_SCHEDULE
-from fxpart.solver.joint.constraint_conflicts import Change, RelaxableConstraints
+from fxpart.solver.joint.constraint_conflicts import RelaxableConstraints
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
+from fxpart.solver.joint.objective import JointEvaluation
 from fxpart.solver.joint.problem import JointChoice, JointProblem, count_microbatch_rows
 from fxpart.solver.joint.what_if import with_devices, with_microbatches
-from fxpart.solver.offload import with_offload
-from fxpart.solver.remedies import format_byte_count
+from fxpart.solver.remedies import (
+    describe_memory,
+    find_extra_memory,
+    find_least_sufficient,
+    list_changes,
+)
 from fxpart.solver.suffix_dp import SolverTimeout
 
-# extra memory is found up to this fraction of the largest device's memory; at least 1 exactly
-_FINE = 1000
 _TIMES = 64  # limit on devices, as a multiple of the available ones
 _MODES = ("selective", "full")  # of recompute, the cheaper first
 
@@ -34,34 +36,20 @@ def remedies(
     limits: of the problem; wider: the same problem with more options; more: missing bytes on each
     device. Stops at the deadline.
     """
+
+    def find(changed: JointProblem) -> JointEvaluation | None:
+        return limits.find(deadline, (), lambda _: changed)
+
     try:
         yield from _given_up(limits, deadline)
         if wider is not None and not limits.constraints:
             yield from wider_options(problem, wider, deadline)
-        if DEFAULT_SCHEDULE not in problem.schedules and limits.fit(
-            deadline, (), _with_default_schedule
-        ):
-            yield f"the schedule {DEFAULT_SCHEDULE}"
-        for offload in limits.base.offloads:
-            if limits.fit(deadline, (), partial(with_offload, offload=offload)):
-                yield f"offload={offload}"
-                break
-        alone = False
-        if (counted := more_microbatches(limits, deadline)) is not None:
-            alone = True
-            yield _microbatches(limits.base, counted)
-        for text, _ in more_devices(limits, deadline, lambda p: p):
-            alone = True
-            yield text
-        if not alone:  # neither helps alone: the most microbatches together with devices
-            counted = problem.batch
-            both = more_devices(limits, deadline, lambda p: with_microbatches(p, (counted,)))
-            for text, _ in both:
-                yield f"{text} with {_microbatches(limits.base, counted)}"
+        smaller = more_microbatches(limits.base)
+        yield from list_changes(limits.base, find, partial(more_devices, find), smaller)
     except SolverTimeout:
         pass
     if more is not None:
-        yield _memory(problem, more)
+        yield describe_memory((pool.memory for pool in problem.pools), more)
 
 
 def _given_up(limits: RelaxableConstraints, deadline: float) -> Iterator[str]:
@@ -115,62 +103,33 @@ def wider_options(problem: JointProblem, wider: JointProblem, deadline: float) -
             yield "other tensor and data degrees with recompute=full and zero=3"
 
 
-def more_microbatches(limits: RelaxableConstraints, deadline: float) -> int | None:
-    """Return first larger microbatch count, doubled each time, that makes the problem feasible."""
-    base = limits.base
-    top = max(base.microbatches)
-    doubled = [top << k for k in range(1, 40) if top << k < base.batch]
-    for counted in (*doubled, base.batch):
-        if counted > top and limits.fit(deadline, (), _counted(counted)):
-            return counted
-    return None
-
-
-def _counted(microbatches: int) -> Change:
-    return lambda problem: with_microbatches(problem, (microbatches,))
+def more_microbatches(problem: JointProblem) -> Iterator[tuple[str, JointProblem]]:
+    """Yield the problem with more microbatches, twice as many each time, and their number."""
+    top = max(problem.microbatches)
+    doubled = [top << k for k in range(1, 40) if top << k < problem.batch]
+    for counted in (*doubled, problem.batch):
+        if counted > top:
+            yield _microbatches(problem, counted), with_microbatches(problem, (counted,))
 
 
 def more_devices(
-    limits: RelaxableConstraints, deadline: float, change: Change
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield by pool the fewest additional devices: description, and devices of each pool then."""
-    pools = limits.base.pools
+    find: Callable[[JointProblem], JointEvaluation | None], problem: JointProblem
+) -> Iterator[tuple[str, JointProblem]]:
+    """Yield by pool the fewest additional devices with which a plan fits, and the problem then."""
+    pools = problem.pools
     for p, pool in enumerate(pools):
 
-        def counts(extra: int, p: int = p) -> tuple[int, ...]:
-            return tuple(x.devices + extra * (k == p) for k, x in enumerate(pools))
+        def grown(extra: int, p: int = p) -> JointProblem:
+            counts = [x.devices + extra * (k == p) for k, x in enumerate(pools)]
+            return with_devices(problem, counts)
 
-        def fit(extra: int, counts: Callable[[int], tuple[int, ...]] = counts) -> bool:
-            return limits.fit(deadline, (), lambda q: change(with_devices(q, counts(extra))))
-
-        extra = find_least_sufficient(fit, pool.devices * (_TIMES - 1))
+        extra = find_least_sufficient(
+            lambda extra, grown=grown: find(grown(extra)) is not None,  # type: ignore[misc]
+            pool.devices * (_TIMES - 1),
+        )
         if extra is not None:
             named = f" of {pool.name}" if len(pools) > 1 else ""
-            yield f"{extra} more {'device' if extra == 1 else 'devices'}{named}", counts(extra)
-
-
-def find_least_sufficient(enough: Callable[[int], bool], most: int, start: int = 1) -> int | None:
-    """Return the smallest sufficient number from 1 to ``most`` of a monotone test, or None.
-
-    start: the first guess. Insufficient numbers take longest to test, so ``most`` is not tested
-    first.
-    """
-    if not enough(most):
-        return None
-    low, high = 0, most
-    size = min(start, most)
-    while size < most:
-        if enough(size):
-            high = size
-            break
-        low, size = size, 2 * size
-    while high - low > 1:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+            yield f"{extra} more {'device' if extra == 1 else 'devices'}{named}", grown(extra)
 
 
 def extra_memory(problem: JointProblem, deadline: float) -> tuple[int, JointChoice] | None:
@@ -178,39 +137,17 @@ def extra_memory(problem: JointProblem, deadline: float) -> tuple[int, JointChoi
 
     None if nothing fits regardless of memory, or if the deadline passes first.
     """
-    step = max(max(pool.memory for pool in problem.pools) // _FINE, 1)
-    found: dict[int, JointChoice] = {}
-
-    def enough(steps: int) -> bool:
-        choice = find_feasible_joint_choice(with_more(problem, steps * step), deadline)
-        if choice is not None:
-            found[steps] = choice
-        return choice is not None
-
-    try:
-        find_least_sufficient(enough, 2**50 // step, _FINE)
-    except SolverTimeout:
-        pass
-    if not found:
-        return None
-    return min(found) * step, found[min(found)]
+    return find_extra_memory(
+        lambda more: find_feasible_joint_choice(with_more(problem, more), deadline),
+        max(pool.memory for pool in problem.pools),
+        2**50,
+    )
 
 
 def with_more(problem: JointProblem, more: int) -> JointProblem:
     """Return the problem with ``more`` bytes added to every device."""
     pools = tuple(msgspec.structs.replace(p, memory=p.memory + more) for p in problem.pools)
     return msgspec.structs.replace(problem, pools=pools)
-
-
-def _memory(problem: JointProblem, more: int) -> str:
-    sizes: Sequence[int] = sorted({pool.memory for pool in problem.pools})
-    if len(sizes) == 1:
-        return f"{format_byte_count(sizes[0] + more, up=True)} of memory on each device"
-    return f"{format_byte_count(more, up=True)} more memory on each device"
-
-
-def _with_default_schedule(problem: JointProblem) -> JointProblem:
-    return msgspec.structs.replace(problem, schedules=(DEFAULT_SCHEDULE,))
 
 
 def _microbatches(problem: JointProblem, counted: int) -> str:

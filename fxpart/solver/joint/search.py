@@ -17,7 +17,6 @@ from math import inf
 import numpy as np
 
 from fxpart.solver.joint.arrays import JointArrays
-from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.bounds import CheapBounds
 from fxpart.solver.joint.device_count_dp import DeviceCountProgram
 from fxpart.solver.joint.dp import BranchCosts, SearchBranch, StagePath
@@ -71,8 +70,8 @@ class JointSearch:
         """
         self.stacked, self.bounds, self.record = stacked, bounds, record
         self.deadline, self.report, self.enough = deadline, report, enough
-        self.runs = BlockRuns(stacked.problem)
-        self.tables = JointTables(stacked, self.runs, bounds)
+        self.tables = JointTables(stacked, bounds)
+        self.runs = self.tables.runs
         self._settled, self._made, self._work = inf, 0, _WORK
         self._open: list[_JointLoadInterval] = []
         self._leaves: list[_JointLoadInterval] = []

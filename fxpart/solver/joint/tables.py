@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from fxpart.solver.joint.arrays import Floats, Ints, JointArrays, LinearCosts, Mask
 from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.bounds import CheapBounds, Prices
+from fxpart.solver.joint.problem import JointProblem
 from fxpart.solver.joint.weight_copies import WeightCopyCounts
 from fxpart.solver.objective import count_tied_reduction_messages
-from fxpart.solver.schedule_costs import get_fill_fraction, is_stream
+from fxpart.solver.schedule_costs import get_fill_fraction, is_stream, keeps_all
 from fxpart.solver.tables import Number
 
 _CHUNK = 2_000_000  # numbers in an array made at once
@@ -47,6 +48,18 @@ class StageEntries:
         """Return the number of entries."""
         return len(self.option)
 
+    def deepest(self, problem: JointProblem, microbatches: int, schedule: str) -> Ints:
+        """Return the most stages from each entry to the end, itself included, with which it fits.
+
+        max_stages if that is irrelevant, 0 if none; under ZB-H1 stages of the whole pipeline. The
+        number in flight grows with the stages to the end, up to the number of microbatches (without
+        limit in an asynchronous pipeline), except under GPipe, which has all of them in flight.
+        """
+        if is_stream(schedule):
+            return self.flights
+        below = 0 if keeps_all(schedule) else np.minimum(self.flights, problem.max_stages)
+        return np.where(self.flights >= microbatches, problem.max_stages, below)
+
 
 @dataclass(frozen=True)
 class _OptionClassPairs:
@@ -61,10 +74,11 @@ class _OptionClassPairs:
 class JointTables:
     """Entries of one problem, made on demand."""
 
-    def __init__(self, stacked: JointArrays, runs: BlockRuns, bounds: CheapBounds) -> None:
-        """runs: the problem's; bounds: to omit entries that cannot be part of a good plan."""
-        self.stacked, self.runs, self.bounds = stacked, runs, bounds
-        s = stacked
+    def __init__(self, stacked: JointArrays, bounds: CheapBounds | None = None) -> None:
+        """bounds: to omit entries that cannot be part of a good plan."""
+        self.stacked, self.runs = stacked, BlockRuns(stacked.problem)
+        self.bounds = bounds or CheapBounds(stacked)
+        s, runs = stacked, self.runs
         self._state: dict[str, tuple[Ints, Ints]] = {  # summed from the first block on, by layout
             part: (
                 _summed(getattr(s.dense, part), s.kinds),
@@ -251,25 +265,31 @@ class JointTables:
 
     def _flights(self, microbatches: int, schedule: str, pairs: _OptionClassPairs) -> Ints:
         """Return the most microbatches in flight that memory allows, with their weight copies."""
-        s, runs, option, cls = self.stacked, self.runs, pairs.option, pairs.cls
+        s, runs, pool = self.stacked, self.runs, self.stacked.pool[pairs.option]
+        weights, standing, each = self.bytes(pairs.option, pairs.work, pairs.cls)
+        each += s.rows[pairs.work] * runs.stored[pairs.cls] + runs.stored_fixed[pairs.cls]
+        room = s.memory[pool] - standing - weights
+        if is_stream(schedule):
+            copied = WeightCopyCounts(s.problem.weights, s.problem.max_stages)
+            return copied.deepest(room, each, weights, microbatches)
+        flights = np.where(each > 0, room // np.maximum(each, 1), ENDLESS)
+        return np.where(room >= 0, flights, -1)
+
+    def bytes(self, option: Ints, work: Ints, cls: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return bytes of weights, of all else that stands, and of activations of a microbatch."""
+        s, runs = self.stacked, self.runs
         layout, zero = s.layout[option], s.zero[option]
         kept = []
         for level, part in ((3, "weight"), (2, "gradient"), (1, "optimizer")):
             dense, experts = (self._of(part, which, layout, cls) for which in (0, 1))
             cut = -(-dense // s.dense_share[option]) - (-experts // s.experts_share[option])
             kept.append(np.where(zero >= level, cut, dense + experts))
-        each = self._run(_summed(s.activation, s.kinds), pairs.work, cls)
-        each += s.rows[pairs.work] * runs.stored[cls] + runs.stored_fixed[cls]
+        each = self._run(_summed(s.activation, s.kinds), work, cls)
         standing = kept[1] + kept[2] + self._run(self._buffer, layout, cls)
-        standing += _peaks(s.workspace[:, s.kinds], pairs.work, runs.first[cls], runs.last[cls])
+        standing += _peaks(s.workspace[:, s.kinds], work, runs.first[cls], runs.last[cls])
         most = _peaks(self._whole, layout, runs.first[cls], runs.last[cls])
         standing += np.where(zero == 3, most, 0)
-        room = s.memory[s.pool[option]] - standing - kept[0]
-        if is_stream(schedule):
-            copied = WeightCopyCounts(s.problem.weights, s.problem.max_stages)
-            return copied.deepest(room, each, kept[0], microbatches)
-        flights = np.where(each > 0, room // np.maximum(each, 1), ENDLESS)
-        return np.where(room >= 0, flights, -1)
+        return kept[0], standing, each
 
     def _sorted(self, found: list[tuple[Ints, Ints, Floats, Floats, Ints]]) -> StageEntries:
         """Sort by group, class, filling and option, and omit dominated entries."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 
-from fxpart.errors import FxpartError, Problem
 from fxpart.schedule.spec import INTERLEAVED, list_closed_forms
 from fxpart.solver.joint.problem import JointProblem, LinearCost, ParameterFootprint
 from fxpart.solver.schedule_costs import has_pieces, is_stream, keeps_all
-
-LARGEST = 2**60  # bytes and seconds: larger sums would not be exact
-MOST_BLOCKS = 4096  # tables have an entry for each pair of blocks
-MOST = 2**31  # microbatches, devices, rows
-_Fault = tuple[str, str]
+from fxpart.solver.validate import (
+    LARGEST,
+    MOST,
+    Fault,
+    check_block_count,
+    check_flow,
+    check_row,
+    is_ascending,
+    is_exact,
+    raise_faults,
+)
 
 
 def check_joint_problem(problem: JointProblem) -> None:
@@ -22,24 +26,14 @@ def check_joint_problem(problem: JointProblem) -> None:
     checks = [_shape, _check_constraints, _pools, _options]
     if not any(True for _ in _shape(problem)):
         checks += [_layouts, _works, _values, _sizes]
-    faults = [
-        Problem("FXP206", where, why, "Make the problem again from its model and cluster.")
-        for check in checks
-        for where, why in check(problem)
-    ]
-    if faults:
-        raise FxpartError(faults)
+    raise_faults(problem, checks)
 
 
-def _shape(problem: JointProblem) -> Iterator[_Fault]:
+def _shape(problem: JointProblem) -> Iterator[Fault]:
     for name in ("blocks", "pools", "layouts", "options", "microbatches", "schedules"):
         if not getattr(problem, name):
             yield name, "The list is empty."
-    if len(problem.blocks) > MOST_BLOCKS:
-        yield (
-            "blocks",
-            f"There are {len(problem.blocks)} blocks; at most {MOST_BLOCKS} are supported.",
-        )
+    yield from check_block_count(len(problem.blocks))
     if len(problem.kinds) != len(problem.blocks):
         yield "kinds", f"There are {len(problem.kinds)} entries for {len(problem.blocks)} blocks."
     elif any(not 0 <= k < len(problem.blocks) for k in problem.kinds):
@@ -61,7 +55,7 @@ def _shape(problem: JointProblem) -> Iterator[_Fault]:
         yield "virtual", f"The schedule {INTERLEAVED} needs a number of pieces per stage."
 
 
-def _check_constraints(problem: JointProblem) -> Iterator[_Fault]:
+def _check_constraints(problem: JointProblem) -> Iterator[Fault]:
     n = len(problem.blocks)
     for name in ("no_cut_after", "cut_after"):
         if any(not 0 <= b < n for b in getattr(problem, name)):
@@ -76,17 +70,17 @@ def _check_constraints(problem: JointProblem) -> Iterator[_Fault]:
             yield f"pins[{index}]", f"Blocks {pin.first} to {pin.last} are not among {n}."
 
 
-def _pools(problem: JointProblem) -> Iterator[_Fault]:
+def _pools(problem: JointProblem) -> Iterator[Fault]:
     for index, pool in enumerate(problem.pools):
         where = f"pools[{index}] ({pool.name})"
         if not 1 <= pool.devices <= MOST or pool.host < 1:
             yield where, "Devices and devices per host must be at least 1 (devices at most 2**31)."
-        if not _number(pool.memory):
+        if not is_exact(pool.memory):
             yield where, "The memory is not from 0 to 2**60 bytes."
         yield from _line(f"{where}.transfer", pool.transfer)
 
 
-def _options(problem: JointProblem) -> Iterator[_Fault]:
+def _options(problem: JointProblem) -> Iterator[Fault]:
     for index, one in enumerate(problem.options):
         where = f"options[{index}]"
         if not 0 <= one.pool < len(problem.pools):
@@ -111,7 +105,7 @@ def _options(problem: JointProblem) -> Iterator[_Fault]:
             yield f"{where}.shard_degree", why
 
 
-def _layouts(problem: JointProblem) -> Iterator[_Fault]:
+def _layouts(problem: JointProblem) -> Iterator[Fault]:
     kinds = max(problem.kinds) + 1
     for index, layout in enumerate(problem.layouts):
         where = f"layouts[{index}]"
@@ -119,28 +113,28 @@ def _layouts(problem: JointProblem) -> Iterator[_Fault]:
             yield where, "A degree is less than 1."
         if layout.context not in (1, layout.tensor):
             yield where, "The context degree is neither 1 nor the tensor degree."
-        yield from _row(f"{where}.buffer", layout.buffer, kinds)
+        yield from check_row(f"{where}.buffer", layout.buffer, kinds)
         for name in ("tie_weight", "tie_gradient", "tie_optimizer"):
-            yield from _row(f"{where}.{name}", getattr(layout, name), len(problem.ties))
+            yield from check_row(f"{where}.{name}", getattr(layout, name), len(problem.ties))
         for name, state in (("dense", layout.dense), ("experts", layout.experts)):
             if state is not None:
                 yield from _state(f"{where}.{name}", state, kinds, len(problem.pools))
 
 
-def _state(where: str, state: ParameterFootprint, kinds: int, pools: int) -> Iterator[_Fault]:
+def _state(where: str, state: ParameterFootprint, kinds: int, pools: int) -> Iterator[Fault]:
     for name in ("weight", "gradient", "optimizer"):
-        yield from _row(f"{where}.{name}", getattr(state, name), kinds)
+        yield from check_row(f"{where}.{name}", getattr(state, name), kinds)
     if state.unsent:
-        yield from _row(f"{where}.unsent", state.unsent, kinds)
+        yield from check_row(f"{where}.unsent", state.unsent, kinds)
         if any(a > b for a, b in zip(state.unsent, state.gradient, strict=False)):
             yield f"{where}.unsent", "There are more unsent bytes than gradient bytes."
     if len(state.step) != pools:
         yield f"{where}.step", f"There are {len(state.step)} rows for {pools} pools."
     for pool, row in enumerate(state.step):
-        yield from _row(f"{where}.step[{pool}]", row, kinds)
+        yield from check_row(f"{where}.step[{pool}]", row, kinds)
 
 
-def _works(problem: JointProblem) -> Iterator[_Fault]:
+def _works(problem: JointProblem) -> Iterator[Fault]:
     kinds = max(problem.kinds) + 1
     for index, work in enumerate(problem.works):
         where = f"works[{index}]"
@@ -151,27 +145,26 @@ def _works(problem: JointProblem) -> Iterator[_Fault]:
         if work.rows < 1:
             yield f"{where}.rows", "A microbatch has at least one row."
         for name in ("forward", "backward", "collective", "activation", "workspace"):
-            yield from _row(f"{where}.{name}", getattr(work, name), kinds)
+            yield from check_row(f"{where}.{name}", getattr(work, name), kinds)
     keys = Counter((w.pool, w.layout, w.rows, w.recompute) for w in problem.works)
     for key, times in keys.items():
         if times > 1:
             yield "works", f"{times} works have pool, layout, rows and recompute {key}."
 
 
-def _values(problem: JointProblem) -> Iterator[_Fault]:
+def _values(problem: JointProblem) -> Iterator[Fault]:
     n = len(problem.blocks)
     for index, value in enumerate(problem.boundaries):
-        where, order = f"boundaries[{index}]", (value.producer, *value.consumers)
-        if not value.consumers or not _rising(order, n):
-            yield where, f"Producer and consumers {order} are not ascending block indices."
-        if not _number(value.row_bytes) or not _number(value.fixed_bytes):
+        where = f"boundaries[{index}]"
+        yield from check_flow(where, value, n)
+        if not is_exact(value.row_bytes) or not is_exact(value.fixed_bytes):
             yield where, "A size is not from 0 to 2**60 bytes."
     for index, tie in enumerate(problem.ties):
-        if not tie.blocks or not _rising(tie.blocks, n):
+        if not tie.blocks or not is_ascending(tie.blocks, n):
             yield f"ties[{index}] ({tie.name})", f"{tie.blocks} are not ascending block indices."
 
 
-def _sizes(problem: JointProblem) -> Iterator[_Fault]:
+def _sizes(problem: JointProblem) -> Iterator[Fault]:
     """Check that all bytes together stay exact, even if a stage has the maximum in flight."""
     most = max(problem.microbatches)
     deep = max(problem.max_stages, 1)
@@ -196,21 +189,6 @@ def _sizes(problem: JointProblem) -> Iterator[_Fault]:
         yield "bytes", "The sizes add up to more than 2**60 bytes."
 
 
-def _row(where: str, row: Sequence[float], length: int) -> Iterator[_Fault]:
-    if len(row) != length:
-        yield where, f"There are {len(row)} entries; {length} are needed."
-    elif not all(map(_number, row)):
-        yield where, "An entry is not a number from 0 to 2**60."
-
-
-def _line(where: str, line: LinearCost) -> Iterator[_Fault]:
-    if not _number(line.latency) or not _number(line.inverse):
+def _line(where: str, line: LinearCost) -> Iterator[Fault]:
+    if not is_exact(line.latency) or not is_exact(line.inverse):
         yield where, "Latency or inverse is not a number from 0 to 2**60."
-
-
-def _number(x: float) -> bool:
-    return 0 <= x <= LARGEST
-
-
-def _rising(order: Sequence[int], n: int) -> bool:
-    return 0 <= order[0] and order[-1] < n and all(a < b for a, b in pairwise(order))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from fxpart.errors import error
+from fxpart.solver.interpolation import interpolate
 from fxpart.solver.joint.problem import (
     JointProblem,
     LinearCost,
@@ -136,17 +137,8 @@ def between(works: Sequence[MicrobatchCost], rows: int) -> MicrobatchCost:
     span = last.rows - first.rows
     share = (rows - first.rows) / span if span else rows / first.rows - 1
 
-    def at(name: str) -> tuple[float, ...]:
-        a = getattr(first, name)
-        b = getattr(last, name) if span else [2 * x for x in a]  # a single one: in proportion
-        return tuple(max(0.0, x + share * (y - x)) for x, y in zip(a, b, strict=True))
+    def at(one: float, other: float) -> float:
+        return max(0.0, one + share * ((other if span else 2 * one) - one))  # one: in proportion
 
-    return msgspec.structs.replace(
-        first,
-        rows=rows,
-        forward=at("forward"),
-        backward=at("backward"),
-        collective=at("collective"),
-        activation=tuple(map(round, at("activation"))),
-        workspace=tuple(map(round, at("workspace"))),
-    )
+    found = interpolate(first, last, at)
+    return msgspec.structs.replace(found, rows=rows, pool=first.pool, layout=first.layout)

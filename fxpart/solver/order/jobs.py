@@ -157,11 +157,6 @@ class Jobs:
                     held -= self.problem.get_activation(self.action[job].stage)
         return True
 
-    def ascends(self, orders: Orders) -> bool:
-        """Return whether each stage runs its microbatches in order, with each kind."""
-        place = {job: index for mine in orders for index, job in enumerate(mine)}
-        return all(place[b] < place[job] for job, b in enumerate(self.before) if b >= 0)
-
 
 def list_predecessors(jobs: Jobs) -> list[list[tuple[int, float]]]:
     """Return by job what must end before it in every order, and the delay: (job, seconds).

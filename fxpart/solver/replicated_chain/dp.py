@@ -28,7 +28,7 @@ from fxpart.solver.replicated_chain.problem import (
     ReplicatedChainSolution,
 )
 from fxpart.solver.replicated_chain.tables import Mask, ReplicaGroupTable, ReplicatedChainTables
-from fxpart.solver.solution import status_of
+from fxpart.solver.solution import certify
 from fxpart.solver.tables import Floats, Ints
 from fxpart.solver.validate import check_problem
 from fxpart.solver.work import work_seconds
@@ -75,14 +75,7 @@ class _ReplicatedChainSearch:
                 bound = min(bound, self._variant(variant, schedule))
         ranked = sorted(self.found, key=lambda choice: (self.found[choice], choice.starts))
         best = self.found[ranked[0]] if ranked else inf
-        return ReplicatedChainSolution(
-            status=status_of(best, min(bound, best)),
-            choice=ranked[0] if ranked else None,
-            objective=best,
-            bound=min(bound, best),
-            solver="dp",
-            candidates=tuple(_distinct(ranked)[:_KEPT]),
-        )
+        return certify(_distinct(ranked)[:_KEPT], best, bound, "dp")
 
     def _variant(self, variant: int, schedule: str) -> float:
         """Search better choices of one microbatch size; return a lower bound on all of them."""

@@ -11,7 +11,6 @@ from fxpart.solver.problem import Weight
 from fxpart.solver.tables import (
     Ints,
     PartitionTables,
-    interval_sums,
     largest,
     list_touching_rectangles,
 )
@@ -57,8 +56,7 @@ class IntervalGradients:
         held = [(r, w) for w in weights for r in list_touching_rectangles(w.blocks, -1, n)]
 
         def band(of: Callable[[Weight], int]) -> Ints:
-            amounts = np.array([of(w) for _, w in held], dtype=np.int64)
-            return tables.band(interval_sums(n, [r for r, _ in held], amounts))
+            return tables.sums((r, of(w)) for r, w in held)
 
         self.dense = band(lambda w: 0 if w.sparse else w.gradient)
         self.rows = band(lambda w: w.rows)
@@ -67,5 +65,5 @@ class IntervalGradients:
         for weight in weights:
             for block in weight.blocks:
                 row[block] = max(row[block], weight.gradient)
-        most = tables.band(largest(row))
+        most = tables.to_band(largest(row))
         self.summing: Ints = np.maximum(np.minimum(total, 2 * PIECE), most)

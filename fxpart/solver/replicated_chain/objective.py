@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import fsum
 
-from fxpart.errors import error
 from fxpart.schedule.spec import SCHEDULES
+from fxpart.solver.evaluation import check_choice
 from fxpart.solver.objective import PartitionScorer, StageCost
 from fxpart.solver.replicated_chain.gradient_reduction import (
     compute_sparse_row_fraction,
@@ -230,7 +230,4 @@ def _well_formed(problem: ReplicatedChainProblem, choice: ReplicatedChainChoice)
         why = f"Each of {len(starts)} groups needs a number for each of {len(problem.kinds)} kinds."
     elif not 0 <= choice.variant < len(problem.base.variants):
         why = f"The variant {choice.variant} is not one of {len(problem.base.variants)}."
-    if why:
-        raise error(
-            "FXP109", where="choice", why=why, fix="Use a choice that was made for this problem."
-        )
+    check_choice(why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from fxpart.solver.bounds import list_units
 from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.stage_graph.block_graph import BlockGraph, members, regroup
 
@@ -13,13 +14,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 def fuse_uncut_blocks(problem: PartitionProblem) -> Groups:
     """Return the blocks, with those that no cut may separate as one group; ascending."""
-    closed, groups = set(problem.no_cut_after), [[0]]
-    for block in range(1, len(problem.blocks)):
-        if block - 1 in closed:
-            groups[-1].append(block)
-        else:
-            groups.append([block])
-    return tuple(map(tuple, groups))
+    return tuple(map(tuple, list_units(problem)))
 
 
 def coarsen_blocks(problem: PartitionProblem, most: int) -> Groups:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from math import fsum
 
-from fxpart.errors import error
 from fxpart.schedule.spec import SCHEDULES
+from fxpart.solver.evaluation import check_choice, list_forbidden, list_overfull
 from fxpart.solver.objective import PartitionEvaluation, PartitionScorer
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
 from fxpart.solver.schedule_costs import count_stage_in_flight
@@ -46,11 +46,7 @@ def evaluate(problem: PartitionProblem, choice: StageGraphChoice) -> PartitionEv
     path = longest_path([s.seconds for s in stages], later)
     longest = max((m - 1) * s.seconds + s.step_only_seconds for s in stages)
     found = _faults(problem, choice)
-    found += [
-        f"stage {k} needs {s.needed} bytes, {problem.devices[k].name} has {s.memory_limit}"
-        for k, s in enumerate(stages)
-        if s.needed > s.memory_limit
-    ]
+    found += list_overfull(stages, [device.name for device in problem.devices])
     seconds = fsum(stages[k].seconds for k in path) + longest
     return PartitionEvaluation(seconds=seconds, stages=stages, faults=tuple(found))
 
@@ -119,20 +115,12 @@ def _well_formed(problem: PartitionProblem, choice: StageGraphChoice) -> None:
         ]
         if back:
             why = f"Block {back[0][1]} reads from block {back[0][0]} of a later stage."
-    if why:
-        raise error(
-            "FXP109", where="choice", why=why, fix="Use a choice that was made for this problem."
-        )
+    check_choice(why)
 
 
 def _faults(problem: PartitionProblem, choice: StageGraphChoice) -> list[str]:
     """Return violated constraints other than memory, as text."""
-    faults = []
-    if not problem.min_stages <= choice.stages <= problem.max_stages:
-        allowed = f"{problem.min_stages} to {problem.max_stages}"
-        faults.append(f"{choice.stages} stages, allowed are {allowed}")
-    if choice.schedule not in problem.schedules:
-        faults.append(f"schedule {choice.schedule}, allowed are {', '.join(problem.schedules)}")
+    faults = list_forbidden(problem, choice.stages, choice.schedule)
     faults.extend(
         f"cut after block {b}"
         for b in sorted({*problem.no_cut_after})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from joint_problems import random_problem, rich_problem, transformer
+from oracles.joint_intervals import IntervalTables
 
-from fxpart.solver.joint.intervals import IntervalTables
 from fxpart.solver.joint.problem import JointProblem
 from fxpart.solver.schedule_costs import count_stage_in_flight
 

@@ -15,7 +15,6 @@ from oracles.joint_brute import solve_joint_brute
 from fxpart.errors import FxpartError
 from fxpart.solver.joint import interleaved_search
 from fxpart.solver.joint.arrays import JointArrays
-from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.bounds import CheapBounds
 from fxpart.solver.joint.constraints.apply import with_options
 from fxpart.solver.joint.enumeration import choices
@@ -159,8 +158,9 @@ def test_entries_are_stages_as_the_objective_defines_them() -> None:
     compared = 0
     for seed in range(30):
         problem = replace(rich_problem(seed), schedules=("1f1b", "async", "zb-h1"))
-        stacked, runs, scorer = JointArrays(problem), BlockRuns(problem), JointScorer(problem)
-        tables = JointTables(stacked, runs, CheapBounds(stacked))
+        stacked, scorer = JointArrays(problem), JointScorer(problem)
+        tables = JointTables(stacked)
+        runs = tables.runs
         for m in problem.microbatches:
             for schedule in problem.schedules:
                 share = get_fill_fraction(schedule, m, 3)

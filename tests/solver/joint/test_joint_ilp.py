@@ -11,11 +11,24 @@ from joint_problems import random_problem, transformer
 from msgspec.structs import replace
 from oracles.joint_brute import solve_joint_brute
 
-from fxpart.solver.joint.joint_ilp import accepts, solve_cp_sat
+from fxpart.solver.joint.joint_ilp import accepts
+from fxpart.solver.joint.joint_ilp import solve_cp_sat as solve_program
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem, StagePin
+from fxpart.solver.joint.record import JointRecord
 from fxpart.solver.work import work_seconds
+
+
+def solve_cp_sat(
+    problem: JointProblem, incumbent: JointChoice | None, deadline: float, seed: int
+) -> tuple[JointChoice | None, float]:
+    """The best choice and the bound."""
+    record = JointRecord(problem)
+    if incumbent is not None:
+        record.add(incumbent)
+    bound = solve_program(problem, record, deadline, seed)
+    return record.choice, bound
 
 
 def medium(layers: int, devices: tuple[int, ...], options: int, memory: int = 40) -> JointProblem:

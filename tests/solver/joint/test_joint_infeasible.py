@@ -15,19 +15,20 @@ from fxpart.solver.joint.constraint_conflicts import RelaxableConstraints, with_
 from fxpart.solver.joint.constraints.apply import apply_constraints
 from fxpart.solver.joint.constraints.parse import PlanConstraint, parse_constraint
 from fxpart.solver.joint.enumeration import choices
+from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.infeasible import explain_joint_infeasible
-from fxpart.solver.joint.memory_bounds import compute_min_block_bytes, compute_min_state_bytes
-from fxpart.solver.joint.objective import JointScorer, evaluate
+from fxpart.solver.joint.memory_bounds import compute_min_state_bytes, list_min_unit_bytes
+from fxpart.solver.joint.objective import JointEvaluation, JointScorer, evaluate
 from fxpart.solver.joint.problem import JointProblem, StagePin
 from fxpart.solver.joint.remedies import (
     extra_memory,
-    find_least_sufficient,
     more_devices,
     more_microbatches,
     with_more,
 )
-from fxpart.solver.joint.what_if import with_devices, with_microbatches
-from fxpart.solver.remedies import format_byte_count
+from fxpart.solver.joint.what_if import with_devices
+from fxpart.solver.offload import with_offload
+from fxpart.solver.remedies import find_least_sufficient, format_byte_count
 
 
 def fits(problem: JointProblem) -> bool:
@@ -80,7 +81,14 @@ def test_devices_and_microbatches_offered_are_the_fewest_that_are_enough() -> No
     devices = microbatches = 0
     for seed, problem in infeasible(40, memory=True):
         limits = RelaxableConstraints(problem, None, ())
-        for _, counts in more_devices(limits, inf, lambda p: p):
+
+        def find(
+            changed: JointProblem, limits: RelaxableConstraints = limits
+        ) -> JointEvaluation | None:
+            return limits.find(inf, (), lambda _: changed)
+
+        for _, larger in more_devices(find, problem):
+            counts = [pool.devices for pool in larger.pools]
             (grown,) = (k for k, pool in enumerate(problem.pools) if pool.devices != counts[k])
             fewer = [c - (k == grown) for k, c in enumerate(counts)]
             fixed = problem.min_stages == problem.max_stages
@@ -89,13 +97,13 @@ def test_devices_and_microbatches_offered_are_the_fewest_that_are_enough() -> No
                 changed = with_devices(p, counts)
                 return fits(replace(changed, max_stages=p.max_stages) if fixed else changed)
 
-            assert after(list(counts)), seed
+            assert after(counts), seed
             assert not after(fewer), seed
             devices += 1
-        counted = more_microbatches(limits, inf)
-        if counted is not None:
-            assert fits(with_microbatches(problem, (counted,))), seed
-            microbatches += 1
+        for _, smaller in more_microbatches(problem):
+            found = find(smaller)
+            assert (found is not None) == fits(limits.problem((), lambda _, p=smaller: p)), seed  # type: ignore[misc,arg-type]
+            microbatches += found is not None
     assert devices > 5
     assert microbatches > 2
 
@@ -106,7 +114,7 @@ def test_what_is_called_certain_is() -> None:
     looked = 0
     for seed, problem in small_problems(120, most=1500):
         scorer, state = JointScorer(problem), compute_min_state_bytes(problem)
-        alone = compute_min_block_bytes(problem)
+        alone = list(list_min_unit_bytes(problem))
         for choice in choices(problem):
             stages = scorer.evaluate(choice).stages
             if not stages:
@@ -119,9 +127,9 @@ def test_what_is_called_certain_is() -> None:
                     option.data * problem.layouts[option.layout].tensor
                 )
                 for first, last in stage.pieces:
-                    for block in range(first, last + 1):
-                        need, room = alone[block]
-                        assert memory.total - stage.memory_limit >= need - room, seed
+                    for start, end, need, room in alone:
+                        if first <= start and end <= last:
+                            assert memory.total - stage.memory_limit >= need - room, seed
             assert held >= state, seed
             looked += 1
     assert looked > 1000
@@ -130,7 +138,7 @@ def test_what_is_called_certain_is() -> None:
 def test_memory_names_the_stage_its_parts_and_the_changes() -> None:
     problem = transformer(12, (4,), hidden=1024, vocabulary=1000, batch=16, memory=15 * 10**8)
     one = next(o for o in problem.options if o.recompute == "none" and o.data == 1)
-    problem = replace(problem, options=(one,), microbatches=(4,))
+    problem = replace(problem, options=(one,), microbatches=(4,), offloads=("activations",))
     (found,) = explain_joint_infeasible(problem, time_limit=60)
     assert found.code == "FXP204"
     result = extra_memory(problem, inf)
@@ -143,6 +151,11 @@ def test_memory_names_the_stage_its_parts_and_the_changes() -> None:
     assert "optimizer" in found.why
     assert "microbatches" in found.fix
     assert re.search(r"\d+ more device", found.fix)
+    choice = find_feasible_joint_choice(with_offload(problem, "activations"), inf)
+    assert choice is not None
+    offloaded = evaluate(with_offload(problem, "activations"), choice).stages
+    needed = format_byte_count(max(s.memory.total for s in offloaded), up=True)
+    assert f"offload=activations (then {needed} per device)" in found.fix
     assert found.fix.endswith("of memory on each device")
 
 

@@ -16,6 +16,7 @@ from fxpart.solver.joint.joint_ilp import accepts, solve_cp_sat
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem
+from fxpart.solver.joint.record import JointRecord
 from fxpart.solver.schedule_costs import count_stage_in_flight
 
 
@@ -45,7 +46,8 @@ def agree(problem: JointProblem) -> JointChoice | None:
     if best.choice is not None:
         assert found.objective == pytest.approx(best.objective, rel=1e-9)
     if accepts(problem) is None:
-        choice, bound = solve_cp_sat(problem, incumbent=None, deadline=inf, seed=0)
+        record = JointRecord(problem)
+        bound, choice = solve_cp_sat(problem, record, inf, 0), record.choice
         assert (choice is None) == (best.choice is None)
         if choice is not None:
             assert evaluate(problem, choice).seconds == pytest.approx(best.objective, rel=1e-6)

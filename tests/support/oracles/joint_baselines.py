@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import fsum, inf
 
+from oracles.joint_intervals import IntervalCosts, IntervalTables
 from oracles.pipedream_rannc import pipedream, rannc
 
-from fxpart.solver.joint.intervals import IntervalCosts, IntervalTables
 from fxpart.solver.joint.memory_bounds import compute_min_state_bytes
 from fxpart.solver.joint.objective import degrees
 from fxpart.solver.joint.problem import JointChoice, JointProblem, count_option_devices

@@ -12,8 +12,8 @@ from math import inf
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from oracles.joint_intervals import Floats, IntervalCosts, IntervalTables, Mask
 
-from fxpart.solver.joint.intervals import Floats, IntervalCosts, IntervalTables, Mask
 from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.schedule_costs import has_pieces, needs_whole_depth
 
