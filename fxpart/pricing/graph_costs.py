@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import fx
 
+from fxpart.compiler import BLOCKS_KEY
 from fxpart.compiler.collective_calls import is_collective
 from fxpart.pricing.collective_traffic import (
     NodeTraffic,
@@ -21,6 +22,7 @@ from fxpart.pricing.split_costs import SplitCosts
 from fxpart.pricing.variants import BatchSplit, Sizes
 from fxpart.pricing.workspace import Workspace
 from fxpart.sharding import Mesh
+from fxpart.solver.schedule_costs import splits_backward
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
@@ -84,3 +86,24 @@ class GraphCosts:
         if key not in self._sizes:
             self._sizes[key] = Sizes(captured, split, parts)
         return self._sizes[key]
+
+
+def find_graph_costs(
+    known: dict[object, GraphCosts] | None,
+    graph: fx.GraphModule,
+    trained: Iterable[str],
+    mesh: Mesh,
+    transfer_dtype: str,
+    schedules: Iterable[str],
+    recompute: Sequence[str],
+) -> GraphCosts:
+    """Return the costs of a graph, found once. known: those of this graph, which are extended."""
+    known = {} if known is None else known
+    split, again = any(map(splits_backward, schedules)), tuple(recompute) != ("none",)
+    key = (transfer_dtype, split, again)
+    if key not in known:
+        blocks = len(graph.meta[BLOCKS_KEY])
+        known[key] = GraphCosts(
+            graph, trained, mesh, blocks, transfer_dtype, split=split, recompute=again
+        )
+    return known[key]

@@ -19,7 +19,7 @@ from fxpart.plan.offload import Offload
 from fxpart.pricing.collective_traffic import CollectiveTransfer
 from fxpart.pricing.device_groups import Rings, group_devices
 from fxpart.pricing.device_limits import RESERVE, group_by_kind, limits
-from fxpart.pricing.graph_costs import GraphCosts
+from fxpart.pricing.graph_costs import GraphCosts, find_graph_costs
 from fxpart.pricing.host_offload import HostOffload
 from fxpart.pricing.non_op_costs import NonOpCosts
 from fxpart.pricing.recompute_costs import BlockForward
@@ -36,7 +36,6 @@ from fxpart.solver.problem import (
     Weight,
 )
 from fxpart.solver.replicated_chain.gradient_reduction import PIECE as BUCKET
-from fxpart.solver.schedule_costs import splits_backward
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
@@ -91,15 +90,8 @@ def price(
     whole = tuple(map(host.weight, weights(graph.graph, captured, trained, found)))
     state = tuple(map(shared.divided, whole))
     modes: tuple[Recompute, ...] = tuple(recompute) if captured.training else ("none",)
-    splits = any(map(splits_backward, (*_schedules(schedules), *others)))
-    known = {} if known is None else known
-    key = (transfer_dtype, splits, modes != ("none",))
-    if key not in known:
-        known[key] = GraphCosts(
-            graph, trained, shared.mesh, len(blocks), transfer_dtype, split=splits,
-            recompute=modes != ("none",),
-        )  # fmt: skip
-    costs = known[key]
+    names = (*_schedules(schedules), *others)
+    costs = find_graph_costs(known, graph, trained, shared.mesh, transfer_dtype, names, modes)
     pricer = _Pricer(costs, model, own, whole, largest_bucket(whole, shared), rings, host)
     copying = max(each.copying for each in own)
     times = shared.compute_reduction_times(whole, len(blocks), model, rings, copying)
@@ -108,9 +100,7 @@ def price(
         devices=tuple(limits(places, model)),
         values=costs.values,
         weights=state,
-        variants=tuple(
-            pricer.variant(split, costs.sizes(captured, split, shared.parts)) for split in cuts
-        ),
+        variants=tuple(pricer.variant(s, costs.sizes(captured, s, shared.parts)) for s in cuts),
         step=tuple(
             tuple(map(add, each.updates(state, len(blocks)), times.by_block)) for each in own
         ),
