@@ -42,6 +42,7 @@ from fxpart.planner.constraints import (
 )
 from fxpart.planner.degrees import build_joint_problem
 from fxpart.planner.execution_mode import ASYNC
+from fxpart.planner.mesh_proposals import SMALL_GRAPH
 from fxpart.planner.mode_selection import request_of, select_mode
 from fxpart.planner.plan_agreement import agree_on_plan
 from fxpart.planner.prepared_model import (
@@ -51,7 +52,7 @@ from fxpart.planner.prepared_model import (
     with_optimizer_parts,
 )
 from fxpart.planner.request import PlanRequest, find_cluster, make_request
-from fxpart.planner.sharding_decision import parse_annotation_constraint
+from fxpart.planner.sharding_decision import ShardingCache, parse_annotation_constraint
 from fxpart.program.spec import ProgramSpec
 from fxpart.runtime.torch_modes import guard_compile
 from fxpart.schedule.action import Schedule
@@ -89,6 +90,7 @@ class Program:
     mesh_rank_programs: MeshRankPrograms | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
     problem: JointProblem | None = None
+    _shardings: ShardingCache = field(default_factory=ShardingCache, compare=False)
 
     def __repr__(self) -> str:
         """Return a summary of the plan of at most 20 lines, with MFU for models with tokens."""
@@ -180,6 +182,7 @@ class Program:
             self.plan.model,
             annotations,
             lambda: self.plan.check,
+            self._shardings.for_other_costs(),
         )
         with planning_progress(progress) as listener:
             return plan_program(front, microbatches, listener)
@@ -326,6 +329,13 @@ def settle_microbatches(
     return resolve_microbatches(found, constraints, microbatches, excluding)
 
 
+def _find_shardings(front: PreparedModel, parts: GeneratedProgram) -> ShardingCache:
+    """Return the sharded graphs that replan() uses again: those of small graphs."""
+    same = parts.prepared is front.graph and parts.captured is front.captured
+    small = same and front.info.nodes <= SMALL_GRAPH
+    return front.shardings.for_other_costs() if small else ShardingCache()
+
+
 def plan_program(
     front: PreparedModel,
     microbatches: int | None,
@@ -350,6 +360,7 @@ def plan_program(
             request=answer.request,
             annotations=front.annotations,
             problem=found.problem,
+            _shardings=_find_shardings(front, found.parts),
             **fields_of(found.parts),
         )
         made.append(program)

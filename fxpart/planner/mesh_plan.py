@@ -38,6 +38,7 @@ from fxpart.planner.sharding_decision import (
     shard_graph,
 )
 from fxpart.pricing.device_order import best_order
+from fxpart.pricing.graph_costs import GraphCosts
 from fxpart.pricing.live_tensors import with_live_tensors
 from fxpart.pricing.partition import price
 from fxpart.pricing.stage_parallelism import StageParallelism
@@ -108,6 +109,7 @@ def solve_exactly(
         others=names,
         min_stages=request.stages[0],
         recompute=allowed_recompute(request.constraints),
+        known=None if cache is None else cache.costs,
     )  # fmt: skip
     problem, assignment = _choose_order(problem, assignment, request)
     answer = replace(answer, assignment=assignment, on_candidate=on_candidate)
@@ -137,11 +139,12 @@ def price_mesh(
     microbatches: int | None,
     assignment: StageAssignment,
     sharded: ShardedGraph | None,
+    known: dict[object, GraphCosts] | None = None,
     **options: Any,
 ) -> tuple[PricedMesh, PartitionProblem]:
     """Return a mesh with its prices, and the problem of its stages under the constraints.
 
-    sharded: the graph on the mesh; None where a stage is one rank. options: as for
+    sharded: the graph on the mesh; None where a stage is one rank. known, options: as for
     :func:`fxpart.pricing.partition.price`.
     """
     local = graph if sharded is None else sharded.local(0)
@@ -158,6 +161,7 @@ def price_mesh(
         sharing=sharing,
         transfer_dtype=request.transfer_dtype,
         offload=request.offload,
+        known=known if sharded is None else sharded.costs,
         **options,
     )
     mesh = PricedMesh(

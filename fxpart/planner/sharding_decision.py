@@ -19,7 +19,7 @@ from fxpart.annotations.placement_origin import is_annotated, make_annotation_or
 from fxpart.codegen.mesh_programs.sharded_graph import ShardedGraph, place, propagate_annotations
 from fxpart.compiler import MESH_KEY, PassManager
 from fxpart.compiler.effects import list_written_nodes, state_written, view_chain
-from fxpart.compiler.graph_edit import annotate
+from fxpart.compiler.graph_edit import annotate, fork
 from fxpart.compiler.node_annotation import NodeSharding
 from fxpart.compiler.tensor_sizes import tensors
 from fxpart.errors import FxpartError, Problem, error
@@ -31,6 +31,7 @@ from fxpart.planner.constraints import allowed_recompute
 from fxpart.planner.context_parallelism import shard_sequences
 from fxpart.planner.embedding_tables import get_resident_optimizer, shard_large_tables
 from fxpart.planner.expert_parallelism import shard_experts
+from fxpart.pricing.graph_costs import GraphCosts
 from fxpart.pricing.placements import StrategyAssignment, choose_placements
 from fxpart.sharding import REPLICATE, Mesh, Placements, Shard, format_placements
 from fxpart.sharding.mesh import parse_axes
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
     from fxpart.costs import CostModel
     from fxpart.planner.request import PlanRequest
+
+_KEPT = 64  # graphs of each kind that are kept for other devices and prices
 
 
 def find_annotations(model: torch.nn.Module, request: PlanRequest) -> dict[str, str]:
@@ -89,14 +92,23 @@ class SelectedPlacements:
 class ShardingCache:
     """Decisions about one model that are repeated: many meshes and assumptions share them.
 
-    propagated, sharded: graphs by mesh and annotations. selected: placements, also by the devices,
-    their prices and the assumptions, by ZeRO level.
+    propagated, placed: graphs by mesh and annotations; those of ZeRO levels below 3 are the same.
+    selected: placements, also by the devices, their prices and the assumptions, by ZeRO level.
+    costs: of the graph itself.
     """
 
     propagated: dict[object, fx.GraphModule] = field(default_factory=dict)
-    sharded: dict[object, ShardedGraph] = field(default_factory=dict)
+    placed: dict[object, ShardedGraph] = field(default_factory=dict)
     selected: dict[object, dict[int, SelectedPlacements]] = field(default_factory=dict)
     models: list[CostModel] = field(default_factory=list)
+    costs: dict[object, GraphCosts] = field(default_factory=dict)
+
+    def for_other_costs(self) -> ShardingCache:
+        """Return a cache for other devices and prices that shares the newest graphs."""
+        for graphs in (self.propagated, self.placed):
+            for key in [*graphs][:-_KEPT]:
+                graphs.pop(key, None)
+        return ShardingCache(self.propagated, self.placed, costs=self.costs)
 
     def number(self, model: CostModel) -> int:
         """Return a number that identifies the cost model among those that were used."""
@@ -136,16 +148,19 @@ def shard_graph(
 
     def finish(choice: str, place: Callable[[], fx.GraphModule]) -> ShardedGraph:
         """Return the graph with these placements, made once."""
-        full = (key, choice, request.zero, request.zero_axis)
-        if full not in cache.sharded:
-            cache.sharded[full] = _finish(place(), captured, request)
-        return cache.sharded[full]
+        full = (key, choice, request.zero_axis if request.zero == 3 else "")
+        made = cache.placed.get(full)
+        if made is None:
+            made = cache.placed[full] = ShardedGraph(_finish(place(), captured, request), captured)
+        _check_optimizer(made.whole, captured, request)
+        return replace(made, zero=request.zero, zero_axis=request.zero_axis)
 
-    whole = cache.propagated.get(key) or propagate(close)
+    whole = cache.propagated.get(key)
+    if whole is None:
+        whole = cache.propagated[key] = propagate(close)
     undecided = _open(whole)
     if not undecided:
-        return finish("complete", lambda: whole)
-    cache.propagated[key] = whole
+        return finish("complete", lambda: fork(whole))
     devices = msgspec.json.encode(request.cluster)
     prices = (devices, cache.number(request.cost_model), expected)
     known = cache.selected.setdefault((key, prices, allowed_recompute(request.constraints)), {})
@@ -162,13 +177,12 @@ def shard_graph(
     return replace(found, certificate=certificate)
 
 
-def _finish(whole: fx.GraphModule, captured: CapturedModel, request: PlanRequest) -> ShardedGraph:
-    """Return the sharded graph of complete placements, which are changed for writes and ZeRO-3."""
+def _finish(whole: fx.GraphModule, captured: CapturedModel, request: PlanRequest) -> fx.GraphModule:
+    """Return the graph with complete placements, after it changes them for writes and ZeRO-3."""
     _follow_writers(whole)
     if request.zero == 3:
         _store_in_parts(whole, captured, request)
-    _check_optimizer(whole, captured, request)
-    return ShardedGraph(whole, captured, request.zero, request.zero_axis)
+    return whole
 
 
 def _check_optimizer(graph: fx.GraphModule, captured: CapturedModel, request: PlanRequest) -> None:

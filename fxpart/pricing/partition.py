@@ -13,30 +13,21 @@ from torch import fx
 from fxpart import costmodels
 from fxpart.compat.optimizer_choice import choose
 from fxpart.compiler import BLOCKS_KEY, NO_CUT_KEY
-from fxpart.compiler.collective_calls import is_collective
 from fxpart.compiler.node_annotation import BlockInfo
 from fxpart.errors import error
 from fxpart.plan.offload import Offload
-from fxpart.pricing.collective_traffic import (
-    CollectiveTransfer,
-    NodeTraffic,
-    compute_node_traffic,
-    is_plain,
-    regathers,
-)
+from fxpart.pricing.collective_traffic import CollectiveTransfer
 from fxpart.pricing.device_groups import Rings, group_devices
 from fxpart.pricing.device_limits import RESERVE, group_by_kind, limits
 from fxpart.pricing.gradient_buckets import largest_bucket
+from fxpart.pricing.graph_costs import GraphCosts, find_graph_costs
 from fxpart.pricing.host_offload import HostOffload
-from fxpart.pricing.memory import crossing, saved_storages
 from fxpart.pricing.non_op_costs import NonOpCosts
-from fxpart.pricing.recompute_costs import BlockForward, RecomputeCosts
-from fxpart.pricing.specs import Specs, annotation
-from fxpart.pricing.split_costs import SplitCosts
+from fxpart.pricing.recompute_costs import BlockForward
 from fxpart.pricing.stage_parallelism import GradientReductionTimes, StageParallelism
 from fxpart.pricing.variants import BatchSplit, Sizes, variants
 from fxpart.pricing.weights import trained_names, weights
-from fxpart.pricing.workspace import Workspace, blocks_ahead
+from fxpart.pricing.workspace import blocks_ahead
 from fxpart.schedule.spec import DEFAULT_SCHEDULE, list_schedules
 from fxpart.sharding import Mesh
 from fxpart.solver.problem import (
@@ -46,12 +37,11 @@ from fxpart.solver.problem import (
     Variant,
     Weight,
 )
-from fxpart.solver.schedule_costs import splits_backward
 
 if TYPE_CHECKING:
     from fxpart.capture.captured_model import CapturedModel
     from fxpart.cluster.model import Cluster
-    from fxpart.costs import CostModel, OpSpec
+    from fxpart.costs import CostModel
 
 
 def price(
@@ -71,6 +61,7 @@ def price(
     transfer_dtype: str = "",
     recompute: Sequence[Recompute] = ("none",),
     offload: Offload = "none",
+    known: dict[object, GraphCosts] | None = None,
 ) -> tuple[PartitionProblem, dict[str, str]]:
     """Return the partition problem of a graph on a cluster, and the sources of its costs.
 
@@ -81,7 +72,8 @@ def price(
     devices of the problem are groups of consecutive devices of the cluster. transfer_dtype: dtype
     in which float32 is sent between stages, "" for no conversion. recompute: the modes that
     stages may use. offload: what is in host memory. others: schedules allowed besides
-    ``schedules``. Raises FXP105 (the batch), FXP109 (an argument) and FXP403 (no link).
+    ``schedules``. known: costs of this graph that were found, to which new ones are added. Raises
+    FXP105 (the batch), FXP109 (an argument) and FXP403 (no link).
     """
     model = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     blocks = _blocks_of(graph)
@@ -97,20 +89,19 @@ def price(
     whole = tuple(map(host.weight, weights(graph.graph, captured, trained, found)))
     state = tuple(map(shared.divided, whole))
     modes: tuple[Recompute, ...] = tuple(recompute) if captured.training else ("none",)
-    pricer = _Pricer(
-        graph, Specs(trained), model, own, whole, len(blocks), shared, rings, transfer_dtype, modes,
-        (*_schedules(schedules), *others), host, blocks_ahead(cluster),
-    )  # fmt: skip
+    names = (*_schedules(schedules), *others)
+    costs = find_graph_costs(
+        known, graph, trained, shared.mesh, transfer_dtype, names, modes, blocks_ahead(cluster)
+    )
+    pricer = _Pricer(costs, model, own, whole, largest_bucket(whole, shared), rings, host)
     copying = max(each.copying for each in own)
     times = shared.compute_reduction_times(whole, len(blocks), model, rings, copying)
     problem = PartitionProblem(
         blocks=tuple(block.name for block in blocks),
         devices=tuple(limits(places, model)),
-        values=pricer.values,
+        values=costs.values,
         weights=state,
-        variants=tuple(
-            pricer.variant(split, Sizes(captured, split, shared.parts)) for split in cuts
-        ),
+        variants=tuple(pricer.variant(s, costs.sizes(captured, s, shared.parts)) for s in cuts),
         step=tuple(
             tuple(map(add, each.updates(state, len(blocks)), times.by_block)) for each in own
         ),
@@ -204,72 +195,38 @@ def _schedules(names: Sequence[str]) -> tuple[str, ...]:
 
 
 class _Pricer:
-    """One graph's ops, values and memory as expressions, evaluated at each microbatch size."""
+    """The costs of one graph on a cluster, evaluated at each microbatch size."""
 
     def __init__(
         self,
-        graph: fx.GraphModule,
-        specs: Specs,
+        costs: GraphCosts,
         model: CostModel,
         own: Sequence[NonOpCosts],
         state: Sequence[Weight],
-        blocks: int,
-        shared: StageParallelism,
+        packed: int,
         rings: Rings,
-        transfer_dtype: str,
-        recompute: tuple[Recompute, ...],
-        schedules: Sequence[str],
         host: HostOffload,
-        ahead: int,
     ) -> None:
-        self.host = host
-        self.packed = largest_bucket(state, shared)
-        self.model, self.own, self.blocks = model, own, blocks
+        self.costs, self.model, self.own, self.host = costs, model, own, host
+        self.blocks, self.packed = costs.blocks, packed
         self.sources: set[str] = set()
-        self._collectives: dict[tuple[str, str, float, tuple[str, ...]], float] = {}
         self.unknown: set[str] = set()
-        self._ops: dict[OpSpec, int] = {}
-        self._node_op: list[int] = []
-        self._node_block: list[int] = []
-        self._nodes: list[fx.Node] = []
+        self._collectives: dict[tuple[str, str, float, tuple[str, ...]], float] = {}
         self._rings = rings
-        self._moves: list[tuple[int, NodeTraffic]] = []
-        regathered = regathers(graph.graph)
-        for node in graph.graph.nodes:
-            block = annotation(node).block
-            if block is not None and is_collective(node.target):
-                self._moves.append(
-                    (block, compute_node_traffic(node, specs, shared.mesh, regathered[node]))
-                )
-                if is_plain(node):
-                    continue
-            op = specs.op(node) if block is not None else None
-            if op is not None and block is not None:
-                self._node_op.append(self._ops.setdefault(op, len(self._ops)))
-                self._node_block.append(block)
-                self._nodes.append(node)
-        self.values, self._value_bytes = crossing(graph.graph, specs, transfer_dtype)
-        self._saved = saved_storages(graph.graph, blocks)
-        self._workspace = Workspace(graph.graph, specs, blocks, ahead=ahead)
         self._state = tuple(state)
-        self._split: SplitCosts | None = None
-        if any(map(splits_backward, schedules)):
-            self._split = SplitCosts(graph.graph, specs, blocks)
-        self._recompute: RecomputeCosts | None = None
-        if recompute != ("none",):
-            sending = {block for block, _ in self._moves}
-            self._recompute = RecomputeCosts(graph, specs, blocks, sending)
 
     def variant(self, split: BatchSplit, sizes: Sizes) -> Variant:
         """Return all costs at one microbatch size; workspaces include packed gradients."""
         rows = [self._seconds(sizes, own, split.microbatches) for own in self.own]
-        activation = tuple(sum(map(sizes.number, row)) for row in self._saved)
-        workspace = tuple(self.packed + size for size in self._workspace.bytes(sizes))
+        activation = tuple(sum(map(sizes.number, row)) for row in self.costs.saved)
+        workspace = tuple(self.packed + size for size in self.costs.workspace.bytes(sizes))
         again: tuple[Recomputation, ...] = ()
-        if self._recompute is not None:
+        if self.costs.recompute is not None:
             forward = [self._block_forwards(sizes, own) for own in self.own]
             collective = self._collective_seconds(sizes, backward=False)
-            again = self._recompute.price(sizes, forward, collective, self._workspace, self.packed)
+            again = self.costs.recompute.price(
+                sizes, forward, collective, self.costs.workspace, self.packed
+            )
         pairs = zip(self.own, rows, strict=True)
         variant = Variant(
             microbatch_size=split.size,
@@ -278,13 +235,15 @@ class _Pricer:
             backward=tuple(backward for _, backward in rows),
             activation=activation,
             workspace=workspace,
-            largest=max((sizes.number(size) for row in self._saved for size in row), default=0),
-            value_bytes=tuple(map(sizes.number, self._value_bytes)),
+            largest=max(
+                (sizes.number(size) for row in self.costs.saved for size in row), default=0
+            ),
+            value_bytes=tuple(map(sizes.number, self.costs.value_bytes)),
             collective=self._collective_seconds(sizes),
             recompute=again,
             split=None
-            if self._split is None
-            else self._split.price(sizes, [(own.device, back) for own, (_, back) in pairs]),
+            if self.costs.split is None
+            else self.costs.split.price(sizes, [(own.device, back) for own, (_, back) in pairs]),
         )
         self.unknown |= sizes.unknown
         return self.host.variant(variant, [own.device for own in self.own])
@@ -294,12 +253,12 @@ class _Pricer:
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return forward and backward seconds by block on one device; equal ops are priced once."""
         costs = [
-            [self.model.op(sizes.op(op), own.device, backward) for op in self._ops]
+            [self.model.op(sizes.op(op), own.device, backward) for op in self.costs.ops]
             for backward in (False, True)
         ]
         self.sources |= {cost.source for row in costs for cost in row}
         forward, backward = (self._by_block([cost.seconds for cost in row]) for row in costs)
-        for block, moved in self._moves:
+        for block, moved in self.costs.moves:
             ahead, back = (own.copying * float(sizes.number(size)) for size in moved.copied)
             forward[block] += ahead + sum(self._move(move, sizes) for move in moved.forward)
             backward[block] += back + sum(self._move(move, sizes) for move in moved.backward)
@@ -308,12 +267,14 @@ class _Pricer:
 
     def _block_forwards(self, sizes: Sizes, own: NonOpCosts) -> list[BlockForward]:
         """Return the parts of each block's forward seconds on one device."""
-        costs = [self.model.op(sizes.op(op), own.device, False).seconds for op in self._ops]
+        costs = [self.model.op(sizes.op(op), own.device, False).seconds for op in self.costs.ops]
         ops: list[dict[fx.Node, float]] = [{} for _ in range(self.blocks)]
-        for node, op, block in zip(self._nodes, self._node_op, self._node_block, strict=True):
+        for node, op, block in zip(
+            self.costs.nodes, self.costs.node_op, self.costs.node_block, strict=True
+        ):
             ops[block][node] = costs[op]
         sent = [0.0] * self.blocks
-        for block, moved in self._moves:
+        for block, moved in self.costs.moves:
             sent[block] += own.copying * float(sizes.number(moved.copied[0]))
             sent[block] += sum(self._move(move, sizes) for move in moved.forward)
         return [BlockForward(*each) for each in zip(ops, sent, strict=True)]
@@ -323,8 +284,8 @@ class _Pricer:
 
         backward: include those of the backward.
         """
-        found = [0.0] * self.blocks if self._moves else []
-        for block, moved in self._moves:
+        found = [0.0] * self.blocks if self.costs.moves else []
+        for block, moved in self.costs.moves:
             all_ = (*moved.forward, *(moved.backward if backward else ()))
             found[block] += sum(self._move(move, sizes) for move in all_)
         return tuple(found)
@@ -338,9 +299,9 @@ class _Pricer:
         return self._collectives[key]
 
     def _by_block(self, seconds: list[float]) -> NDArray[np.float64]:
-        each = np.array(seconds)[self._node_op] if self._node_op else np.zeros(0)
+        each = np.array(seconds)[self.costs.node_op] if self.costs.node_op else np.zeros(0)
         total = np.zeros(self.blocks)
-        np.add.at(total, self._node_block, each)
+        np.add.at(total, self.costs.node_block, each)
         return total
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from fxpart.passes.lower import LowerPass
+from planning_cases import NetworkShape, captured
+from torch import fx
 
 from fxpart.cluster.devices import Device, Link
 from fxpart.cluster.model import Cluster
@@ -13,6 +16,7 @@ from fxpart.planner import search
 from fxpart.planner.device_assignment import StageAssignment
 from fxpart.planner.group_orders import expand_assignments, is_unequal
 from fxpart.planner.request import make_request
+from fxpart.planner.sharding_decision import ShardingCache
 
 
 @dataclass(frozen=True)
@@ -98,3 +102,27 @@ def test_devices_in_one_order_are_priced_once(every: bool) -> None:
     ]
     assert len(set(ordered)) == len(found)
     assert ordered[-1] in ordered[:-1]
+
+
+def test_sharded_graphs_are_lowered_once_for_all_clusters_and_zero_levels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Faster links change prices, and ZeRO 1 and 2 change memory, but not the ops of a rank."""
+    program = replace(captured(NetworkShape("chain", (8, 8), 1, 4)), _shardings=ShardingCache())
+    fresh = replace(program, _shardings=ShardingCache())
+    lowered: list[LowerPass] = []
+    run = LowerPass.run
+
+    def count(self: LowerPass, graph: fx.GraphModule) -> fx.GraphModule:
+        lowered.append(self)
+        return run(self, graph)
+
+    monkeypatch.setattr(LowerPass, "run", count)
+    slow, fast = Cluster.parse("2xa100"), Cluster.parse("2xh100")
+    given = {"mesh": "dp=2", "microbatches": 1}
+    program.replan(slow, constraints={**given, "zero": 1})
+    assert len(lowered) == 1
+    plans = [program.replan(fast, constraints={**given, "zero": zero}).plan for zero in (1, 2)]
+    assert len(lowered) == 1, "the graph of the first plan is priced again"
+    assert plans[1] == fresh.replan(fast, constraints={**given, "zero": 2}).plan
+    assert len(lowered) == 2, "another program has graphs of its own"

@@ -57,4 +57,6 @@ def divide_sharded_graph(
 ) -> ShardedGraph:
     """Apply :func:`divide_graph` to a graph with placements."""
     whole = divide_graph(sharded.whole, captured, microbatches, outputs=outputs)
-    return sharded if whole is sharded.whole else replace(sharded, whole=whole, _locals={})
+    return (
+        sharded if whole is sharded.whole else replace(sharded, whole=whole, costs={}, _locals={})
+    )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import lcm, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -43,7 +43,7 @@ class ShardedGraph:
     whole: the graph; undecided axes are replicated. zero: ZeRO stage 0 to 3 over ``zero_axis``, one
     axis or several such as "dp,cp"; with 3, the placements of parameters express it. certificate:
     of the solver's choice of placements. whole_outputs: every rank returns the user's outputs
-    unsharded.
+    unsharded. costs: of the local graph, as far as pricing found them.
     """
 
     whole: fx.GraphModule
@@ -52,6 +52,7 @@ class ShardedGraph:
     zero_axis: str = ""
     certificate: Certificate | None = None
     whole_outputs: bool = False
+    costs: dict[object, Any] = field(default_factory=dict)
     _locals: dict[tuple[object, ...], fx.GraphModule] = field(default_factory=dict)
 
     @property
@@ -197,7 +198,7 @@ class ShardedGraph:
             name = str(node.target)
             if name in state:
                 place(node, stored.get(name, state[name]), {})
-        return replace(self, whole=whole, captured=captured, _locals={})
+        return replace(self, whole=whole, captured=captured, costs={}, _locals={})
 
     def list_axes(self, placed: Placements) -> tuple[str, ...]:
         """Return the axes over which a value is sharded."""

@@ -89,7 +89,7 @@ def replicate_on_stages(sharded: ShardedGraph, axes_of: Mapping[str, Axes]) -> S
         if known is not None and received:
             annotate(node, sharding=_replicated(known, own, received))
     whole.meta[WHOLE_KEY] = kept
-    return replace(sharded, whole=whole, certificate=None, _locals={})
+    return replace(sharded, whole=whole, certificate=None, costs={}, _locals={})
 
 
 def _of_users(node: fx.Node, axes_of: Mapping[str, Axes]) -> Axes:

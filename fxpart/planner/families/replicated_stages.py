@@ -153,6 +153,7 @@ def _price_replicas(
         request, front.captured, front.graph, front.info, microbatches, assignment, sharded,
         schedules=schedules,
         min_stages=request.stages[0] if fixed_stages(request.constraints) is not None else 1,
+        known=front.shardings.costs,
     )  # fmt: skip
 
 
