@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -42,6 +42,13 @@ class GradientScatters(Protocol):
         """Add a started reduction; ``finish`` returns the gradient of the shard."""
 
 
+class CachedRows(Protocol):
+    """Rows of embedding tables that were received since the weights last changed."""
+
+    def of(self, weight: torch.Tensor) -> Any:
+        """Return the rows of a table, to which more are added; None for other tensors."""
+
+
 Start: TypeAlias = Callable[..., CollectiveHandle]
 _STARTS = {
     "all_reduce": "_reduce", "all_gather": "_gather", "reduce_scatter": "_scatter",
@@ -66,11 +73,13 @@ class CommunicationCounts:
 
     kind: all_reduce, all_gather, reduce_scatter or all_to_all. bytes: size of the reduced tensor,
     of the whole gathered or scattered tensor, or of the data sent in an all-to-all, like in
-    Megatron-LM and nccl-tests. Axes of size 1 are not counted.
+    Megatron-LM and nccl-tests. Axes of size 1 are not counted. rows: by axes, ids that were looked
+    up in tables sharded by rows, and rows received for them.
     """
 
     calls: dict[tuple[str, str], Size] = field(default_factory=dict)
     bytes: dict[tuple[str, str], Size] = field(default_factory=dict)
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def note(self, kind: str, axis: Axis, size: Size) -> None:
         """Count one call and its bytes."""
@@ -78,10 +87,16 @@ class CommunicationCounts:
         self.calls[key] = self.calls.get(key, 0) + 1
         self.bytes[key] = self.bytes.get(key, 0) + size
 
+    def note_rows(self, axes: Sequence[str], ids: int, received: int) -> None:
+        """Count a lookup of ids, for which rows were received."""
+        before = self.rows.get(",".join(axes), (0, 0))
+        self.rows[",".join(axes)] = before[0] + ids, before[1] + received
+
     def clear(self) -> None:
         """Reset all counts."""
         self.calls.clear()
         self.bytes.clear()
+        self.rows.clear()
 
 
 def members(mesh: Mesh, mesh_rank: int, axis: Axis) -> tuple[int, ...]:
@@ -107,7 +122,8 @@ class Communicator(ABC):
     with the most work. ahead: gathers the parameters of the stage module that is called now
     (:class:`~fxpart.collectives.gather_prefetch.ForwardGathers`). blocks_ahead: for how many blocks
     it does so before their use. scatters: takes the gradients of sharded parameters in the backward
-    that runs now.
+    that runs now. row_cache: rows of tables, while no weights change
+    (:class:`~fxpart.collectives.all_to_all_embedding.RowCache`).
     """
 
     fake = False
@@ -115,6 +131,7 @@ class Communicator(ABC):
     ahead: GatheredParameters | None = None
     blocks_ahead = 0
     scatters: GradientScatters | None = None
+    row_cache: CachedRows | None = None
 
     def __init__(self, mesh: Mesh, mesh_rank: int) -> None:
         """mesh_rank: this rank's position in the mesh."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fxpart.collectives.all_to_all_embedding import cache_rows
 from fxpart.diagnostics.rank_event import ALL
 from fxpart.errors import error
 from fxpart.plan.offload import offloads_activations
@@ -155,8 +156,13 @@ class PipelineEngine:
 
         if self._recorder is not None:
             self._recorder.record_batch_read()
+        recomputed = [
+            module for mesh_rank in self._mesh_ranks for stage, module in mesh_rank.modules.items()
+            if train and self._recompute.get(stage, "none") != "none"
+        ]  # fmt: skip
         with self._local.watch(executors, "the end of a step"):
-            self._local.run(executors, begin)
+            with cache_rows(recomputed):
+                self._local.run(executors, begin)
             return self._exchange_results(
                 [each for mine in made for each in mine], made[0], cuts[0]
             )

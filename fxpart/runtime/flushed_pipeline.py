@@ -124,6 +124,7 @@ class FlushedPipeline(Pipeline):
         try:
             weight = read.weight if weight is None else weight
             shards.closing = closing
+            self._take_lookups()  # Those of evaluations.
             result = self._parts.engine.run(
                 self._feed.parts(read.cut), self._parts.keys(read.cut), train=True,
                 gate=read.confirm, factor=accumulation.factor(weight),
@@ -144,6 +145,7 @@ class FlushedPipeline(Pipeline):
         self._parts.calls += 1
         self._parts.pace.note(self.updates + 1, self._parts.engine.busy)
         self._trainer.last_rows, self._trainer.last_weight = sum(read.cut.rows), weight
+        self._trainer.last_lookups = self._take_lookups()
         self._trainer.last_loss = result.loss
         self._end_recording()
         return result.loss
@@ -157,6 +159,9 @@ class FlushedPipeline(Pipeline):
         weighed = weight is None and (not closing or self._parts.accumulation.batches > 0)
         source = self._parts.source
         return self._agreement.read_checked(source, batch, mode, local, weighed=weighed)
+
+    def _take_lookups(self) -> tuple[int, int]:
+        return (0, 0) if self._parts.meshes is None else self._parts.meshes.take_lookups()
 
     def update(self, *, total: float | None) -> None:
         """Update with the accumulated gradients, after the ranks have agreed on it."""

@@ -47,6 +47,8 @@ class Trainer(Inference, StatefulTrainer):
     ``log_grad_norm``. last_group_norms: the norm of each parameter group, by name or index.
     log_gradient_statistics: set it to True for ``last_gradient_statistics`` of the next updates:
     those of each parameter's gradient before clipping. last_loss: the loss of the last batch.
+    last_lookups: ids that this process looked up in row-sharded tables in the last flushed step,
+    and the rows that it received for them; equal ids share a row.
     accepts_update: called after the gradients of an update are reduced; if it returns False, on
     every rank, they are discarded and nothing is updated. step_total: the ``total`` of updates by
     ``optimizer.step()``, see :meth:`update`. average: the moving average of the weights (``ema=``).
@@ -58,6 +60,7 @@ class Trainer(Inference, StatefulTrainer):
         super().__init__(*args, **kwargs)
         self.last_rows = 0
         self.last_weight = 1.0
+        self.last_lookups = (0, 0)
         self.last_grad_norm: torch.Tensor | None = None
         self.last_group_norms: dict[str, float] = {}
         self.log_gradient_statistics = False

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpart import collectives as C
+from fxpart.collectives.all_to_all_embedding import RowCache
 from fxpart.sharding import Mesh, chunk
 
 ATEN = torch.ops.aten
@@ -36,7 +37,10 @@ def whole_gradient(found: torch.Tensor, table: torch.Tensor, towards: torch.Tens
 def test_rows_are_sent_in_the_order_of_one_process(
     rows: int, mesh_ranks: int, count: int, padding: int, seed: int
 ) -> None:
-    """The bits of one process: results, and what comes for each row, one after another."""
+    """The bits of one process: results, and what comes for each row, one after another.
+
+    Each row is received once while no weights change, and again where they may have.
+    """
     torch.manual_seed(seed)
     table, ids = torch.randn(rows, WIDTH), torch.randint(0, rows, (mesh_ranks * count, 2))
     leaf = table.clone().requires_grad_()
@@ -45,28 +49,72 @@ def test_rows_are_sent_in_the_order_of_one_process(
     gradient = whole_gradient(want, leaf, towards)
     ranges = parts(rows, mesh_ranks)
 
-    def mesh_rank(comm: C.Communicator) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def mesh_rank(comm: C.Communicator) -> list[Any]:
         low, high = ranges[comm.mesh_rank]
-        mine = table[low:high].clone().requires_grad_()
+        mine = torch.nn.Parameter(table[low:high].clone())
         local, back = ids.chunk(mesh_ranks)[comm.mesh_rank] if count else ids, towards
         if count:
             back = towards.chunk(mesh_ranks)[comm.mesh_rank]
-        found = C.embedding_sent(comm, ("a",), rows, mine, local, padding, False, True)
-        (got,) = torch.autograd.grad(found, [mine], back)
-        sent = comm.counts.bytes.get(("all_to_all", "a"), 0)
-        return found.detach(), got, sent
+        runs = []
+        for cache in [None, *[RowCache()] * 3]:
+            comm.row_cache = cache
+            comm.counts.clear()
+            given = local[:1] if len(runs) == 1 else local
+            found = C.embedding_sent(comm, ("a",), rows, mine, given, padding, False, True)
+            (got,) = torch.autograd.grad(found, [mine], back[: len(given)])
+            sent = comm.counts.bytes.get(("all_to_all", "a"), 0)
+            runs.append((found.detach(), got, sent, comm.counts.rows["a"]))
+        return runs
 
     runs = C.InProcessHub(Mesh.parse(f"a={mesh_ranks}"), timeout=20).run(mesh_rank)
-    if count:
-        assert torch.equal(torch.cat([found for found, *_ in runs]), want)
-    for (low, high), (_, got, _) in zip(ranges, runs, strict=True):
-        assert got.is_sparse
-        for row in range(low, high):
-            mine = got._values()[got._indices()[0] == row - low]
-            assert torch.equal(mine, gradient._values()[gradient._indices()[0] == row])
-    if mesh_ranks > 1:  # counts, ids, rows there; gradients back
-        sent = sum(size for *_, size in runs)
-        assert sent == mesh_ranks * mesh_ranks * 16 + mesh_ranks * count * 2 * (8 + 2 * 4 * WIDTH)
+    each = ids.chunk(mesh_ranks) if count else [ids] * mesh_ranks
+    for time in (0, 2, 3):
+        now = [own[time] for own in runs]
+        if count:
+            assert torch.equal(torch.cat([found for found, *_ in now]), want)
+        for (low, high), (_, got, *_) in zip(ranges, now, strict=True):
+            assert got.is_sparse
+            for row in range(low, high):
+                mine = got._values()[got._indices()[0] == row - low]
+                assert torch.equal(mine, gradient._values()[gradient._indices()[0] == row])
+        distinct = [set(part.reshape(-1).tolist()) for part in each]
+        before = [set(part[:1].reshape(-1).tolist()) if time else set() for part in each]
+        received = [0 if time == 3 else len(a - b) for a, b in zip(distinct, before, strict=True)]
+        assert [looked for *_, looked in now] == [
+            (part.numel(), n) for part, n in zip(each, received, strict=True)
+        ]
+        if mesh_ranks > 1:  # counts, ids there; rows back; gradients there
+            sent = sum(size for _, _, size, _ in now)
+            looked = sum(part.numel() for part in each)
+            assert (
+                sent
+                == mesh_ranks * mesh_ranks * 24
+                + looked * (8 + 4 * WIDTH)
+                + sum(received) * 4 * WIDTH
+            )
+
+
+def test_rows_that_are_only_read_cost_the_ids_of_new_rows() -> None:
+    """Without gradients, an id is sent once; an id that is no row is an error of its rank."""
+    table, ids = torch.randn(7, WIDTH), torch.tensor([6, 0, 6, 6, 3])
+
+    def mesh_rank(comm: C.Communicator) -> Any:
+        mine = torch.nn.Parameter(table[slice(*parts(7, 2)[comm.mesh_rank])].clone())
+        comm.row_cache = RowCache()
+        with torch.no_grad():
+            found = [C.embedding_sent(comm, ("a",), 7, mine, ids, -1, False, True)]
+        comm.row_cache = None
+        with torch.inference_mode():
+            found.append(C.embedding_sent(comm, ("a",), 7, mine, ids, -1, False, True))
+        for one in (7, -1):
+            with pytest.raises(IndexError, match=f"id {one} is not a row of a table of 7 rows"):
+                C.embedding_sent(comm, ("a",), 7, mine, torch.tensor([3, one]), -1, False, True)
+        return found, comm.counts.bytes["all_to_all", "a"]
+
+    for found, sent in C.InProcessHub(Mesh.parse("a=2"), timeout=20).run(mesh_rank):
+        assert all(torch.equal(one, table[ids]) for one in found)
+        # Of six rows of both ranks' lookups, this rank sends its own ones.
+        assert sent in (2 * (48 + 3 * 8 + 4 * 4 * WIDTH), 2 * (48 + 3 * 8 + 2 * 4 * WIDTH))
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from fxpart.runtime.embedding_tables.sparse_gradient_parts import (
 
 DATA = (("input:*", "dp:S(0)"),)
 ROWS_OF = {axis: tuple((name, f"{axis}:S(0)") for name in ROWS) for axis in ("dp", "tp")}
+ROWS_READ = ("bags", "ids")  # inputs
 SENT = DATA + ROWS_OF["dp"]
 # name -> ranks, annotations, constraints
 WAYS: dict[str, tuple[int, tuple[Any, ...], tuple[Any, ...]]] = {
@@ -99,6 +102,48 @@ def test_state_of_rows_is_saved_and_loaded_by_other_plans(tmp_path: Path, optimi
             own = plain.state[want.get_parameter(name)]["sum"]
             torch.testing.assert_close(state[0][name], want.get_parameter(name).detach(), **near)
             torch.testing.assert_close(state[1]["state"][name]["sum"], own, **near)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_recomputed_lookup_receives_no_row_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recompute: bool
+) -> None:
+    """With the bits of rows that are received each time; new weights are received anew."""
+    found = []
+    for cached in (True, False):
+        if not cached:
+            monkeypatch.setattr("fxpart.runtime.engine.cache_rows", lambda modules: nullcontext())
+        ranks, cuts, constraints = WAYS["rows sent"]
+        trainer = program(
+            "rowwise",
+            ranks,
+            cuts,
+            (*constraints, ("recompute", "full" if recompute else "none")),
+            trained=True,
+        ).trainer()
+        losses = [trainer.step(batch(0)).item()]
+        received = trainer.last_lookups
+        trainer.load_state_dict({n: t + 1 for n, t in trainer.state_dict().items()})
+        trainer.load_checkpoint(trainer.save_checkpoint(tmp_path / str(cached)))
+        losses += [trainer.evaluate([batch(0)])["loss"], trainer.step(batch(0)).item()]
+        assert losses[1] == losses[2] != losses[0] and trainer.last_lookups == received
+        found.append((losses, trainer.state_dict()))
+        given, looked = batch(0), [0, 0]
+        for rank in range(2):
+            own = [
+                {n: given[n].chunk(4)[k].chunk(2)[rank].reshape(-1).tolist() for n in ROWS_READ}
+                for k in range(4)
+            ]
+            for n in ROWS_READ:
+                parts = [[i for i in part[n] if n == "ids" or i != 3] for part in own]
+                each = [set(chain(*parts))] if cached and recompute else map(set, parts)
+                looked[0] += (1 + recompute) * sum(map(len, parts))
+                looked[1] += (1 + (recompute and not cached)) * sum(map(len, each))
+        assert received == tuple(looked)
+        trainer.close()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], t) for name, t in found[1][1].items())
 
 
 @pytest.mark.slow
@@ -182,13 +227,19 @@ def _gloo(way: str, again: bool) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "again"),
-    [("data", False), ("rows sent", False), ("stages", True), ("data and stages", True)],
+    [
+        ("data", False),
+        ("rows sent", False),
+        ("rows sent, stages", False),
+        ("stages", True),
+        ("data and stages", True),
+    ],
 )
 def test_gloo(pool: Pool, way: str, again: bool) -> None:
     want = alone(model(again=again), OPTIMIZERS["adagrad"], range(3))
     for found in pool.run(_gloo, way, again, ranks=WAYS[way][0], timeout=150):
         for numbers, name in zip(found, ROWS, strict=True):
-            if way == "rows sent" or (again and "data" in way):
+            if "rows sent" in way or (again and "data" in way):
                 torch.testing.assert_close(torch.tensor(numbers), want[name], rtol=1e-6, atol=1e-7)
             else:
                 assert numbers == want[name].tolist()

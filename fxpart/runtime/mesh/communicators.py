@@ -101,6 +101,14 @@ class MeshCommunicators:
         for (stage, mesh_rank), end in self._communicators.items():
             end.watch(None if around is None else around(self._ranks[stage][mesh_rank]))
 
+    def take_lookups(self) -> tuple[int, int]:
+        """Return the ids looked up in row-sharded tables since the last call, and rows received."""
+        rows = [c.counts.rows for c in {id(c): c for c in self._communicators.values()}.values()]
+        found = [pair for counted in rows for pair in counted.values()]
+        for counted in rows:
+            counted.clear()
+        return sum(ids for ids, _ in found), sum(received for _, received in found)
+
     def leave(self, mesh_rank: int, cause: BaseException | str) -> None:
         """Report that a mesh rank has ended or failed, so that no thread waits for it."""
         for hub in (*self._hubs, *self._reduction_hubs):
