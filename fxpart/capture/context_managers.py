@@ -250,6 +250,7 @@ def value_checks_left_out() -> Iterator[None]:
     validates, original = Distribution._validate_args, F.gaussian_nll_loss
     names = {**original.__globals__, "torch": _TorchWithoutAny()}
     unchecked = FunctionType(original.__code__, names, original.__name__, original.__defaults__)
+    names[original.__name__] = unchecked  # which it calls again under function modes
     Distribution.set_default_validate_args(False)
     F.gaussian_nll_loss = unchecked
     try:

@@ -224,8 +224,9 @@ class StagePeak:
                 yield LiveTensor(name=weight.name, bytes=weight.optimizer, why="optimizer state")
             if weight.gradient and whole:
                 yield LiveTensor(name=weight.name, bytes=weight.gradient, why="gradient")
-        if way == "update":
-            largest = max((w for w in self._weights if w.gradient), key=lambda w: w.temporary)
+        trained = [w for w in self._weights if w.gradient]
+        if way == "update" and trained:
+            largest = max(trained, key=lambda w: w.temporary)
             why = "working memory, optimizer"
             yield LiveTensor(name=largest.name, bytes=largest.temporary, why=why)
 

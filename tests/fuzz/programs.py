@@ -16,8 +16,8 @@ from fuzz.reading import plain, scratch
 
 
 def with_length(header: bytes) -> bytes:
-    """A safetensors file with this header and 64 bytes of data."""
-    return struct.pack("<Q", len(header)) + header + bytes(64)
+    """A safetensors file with this header and the 26 bytes of HEADER's tensors."""
+    return struct.pack("<Q", len(header)) + header + bytes(26)
 
 
 HEADER = (

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpart
-import fxpart.pricing.partition
 from fxpart.collectives.shard_buffer import lengths, pack, spread, take, unpack
+from fxpart.pricing import graph_costs
 from fxpart.pricing.collective_traffic import (
     CollectiveTransfer,
     NodeTraffic,
@@ -90,7 +90,7 @@ def test_collectives_that_are_priced_are_those_that_start(
         priced.extend((*found.forward, *found.backward))
         return found
 
-    monkeypatch.setattr(fxpart.pricing.partition, "compute_node_traffic", told)
+    monkeypatch.setattr(graph_costs, "compute_node_traffic", told)
     torch.manual_seed(0)
     model, example, loss = made()
     wishes = {"mesh": mesh, "stages": 1} | (

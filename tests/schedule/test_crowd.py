@@ -17,7 +17,7 @@ from fxpart.cluster.devices import CpuLoadImbalance
 from fxpart.errors import FxpartError
 from fxpart.plan.prediction import HostLoad
 from fxpart.runtime.executor import receive_queue, value_sender
-from fxpart.runtime.transport import shared_memory
+from fxpart.runtime.transport import shared_memory_peer
 from fxpart.schedule import transfer_window
 from fxpart.schedule.action import Action, ActionKind, Schedule
 from fxpart.schedule.builders import forward_only, gpipe
@@ -310,7 +310,7 @@ def test_windows_are_the_runtimes_own() -> None:
         value_sender.WINDOW,
         receive_queue.AHEAD,
     )
-    assert transfer_window.STORED == shared_memory.AHEAD
+    assert transfer_window.STORED == shared_memory_peer.AHEAD
 
 
 def test_a_fast_sender_waits_for_a_window() -> None:
