@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -57,8 +58,15 @@ def weighed(rank: int, world: int, payload: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 def test_packed_gradients_are_there_twice(tmp_path: Path) -> None:
     batch = torch.randn(8, WIDTH)
+    host = fxpart.Cluster.local(2)
+    first, second = host.devices
+    two = msgspec.structs.replace(
+        host,
+        devices=(first, msgspec.structs.replace(second, host="another")),
+        links=(msgspec.structs.replace(host.links[0], source="*", target="*"),),
+    )
     program = fxpart.compile(
-        Layers(), "local:2", example_inputs=(batch,), microbatches=1, optimizer="adamw",
+        Layers(), two, example_inputs=(batch,), microbatches=1, optimizer="adamw",
         constraints={"mesh": "dp=2", "stages": 1},
     )  # fmt: skip
     write_program(program.plan, program.parts, tmp_path / "program")

@@ -98,7 +98,7 @@ def test_all_axes_in_one_plan_give_the_losses_of_the_loop() -> None:
     [
         "zoo", "figures", "planner", "others", "maxload", "accuracy", "communication",
         "pipelining", "asynchronous", "failures", "summary", "quotas", "clusters", "queued",
-        "gloo_threads", "slow_links", "memory",
+        "gloo_threads", "slow_links", "memory", "memory_layouts",
     ],
 )  # fmt: skip
 def test_tables_are_the_results(name: str, benchmark: Any) -> None:
