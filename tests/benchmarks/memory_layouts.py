@@ -198,10 +198,10 @@ def main() -> None:
                 sizes = [
                     f"{key} {row[key] / MIB:.2f}" for key in ("measured", "predicted", "bound")
                 ]
-                told = (
+                line = (
                     f"{row['layout']}, {row['model']}, rank {row['rank']}: {', '.join(sizes)} MiB"
                 )
-                sys.stderr.write(f"{told}, measured / predicted {row['ratio']:.3f}\n")
+                sys.stderr.write(f"{line}, measured / predicted {row['ratio']:.3f}\n")
             rows += found
     ratios = [row["ratio"] for row in rows]
     names = {row["layout"] for row in rows}

@@ -85,12 +85,12 @@ def test_collectives_that_are_priced_are_those_that_start(
     """By kind, of a microbatch's forward and backward. Sums of a step are not among them."""
     priced: list[CollectiveTransfer] = []
 
-    def told(*args: Any) -> NodeTraffic:
+    def record(*args: Any) -> NodeTraffic:
         found = compute_node_traffic(*args)
         priced.extend((*found.forward, *found.backward))
         return found
 
-    monkeypatch.setattr(graph_costs, "compute_node_traffic", told)
+    monkeypatch.setattr(graph_costs, "compute_node_traffic", record)
     torch.manual_seed(0)
     model, example, loss = made()
     wishes = {"mesh": mesh, "stages": 1} | (

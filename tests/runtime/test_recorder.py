@@ -178,7 +178,7 @@ def test_nothing_is_wrapped_without_it() -> None:
 
 def test_no_collective_is_wrapped_without_it() -> None:
     made = hand_lanes.trainer(InProcess(4), "tp=2", optimizer=ADAMW)
-    ends = [made.parts.meshes.of(stage, lane) for stage in (0, 1) for lane in (0, 1)]  # type: ignore[union-attr]
+    ends = [made.parts.meshes.of(stage, own) for stage in (0, 1) for own in (0, 1)]  # type: ignore[union-attr]
     before = [set(vars(end)) for end in ends]
     with made.record():
         assert all("_reduce" in vars(end) for end in ends)
@@ -188,7 +188,7 @@ def test_no_collective_is_wrapped_without_it() -> None:
 def wrapped(trainer: Trainer) -> tuple[int, int]:
     """How many instructions and exchanges are others than those prepared."""
     engine = trainer.parts.engine
-    executors = [e for lanes in engine._executors.values() for lane in lanes for e in lane]
+    executors = [e for ranks in engine._executors.values() for rank in ranks for e in rank]
     pairs = [pair for e in executors for pair in zip(e._instructions, e._prepared, strict=True)]
     exchange = engine._exchange, trainer.transport.exchange
     return (
