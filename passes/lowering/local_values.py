@@ -21,6 +21,7 @@ from fxpart.compiler.collective_calls import (
     is_random_shard,
 )
 from fxpart.compiler.graph_edit import describe_node, fake_mode, value
+from fxpart.compiler.observation_cache import get_observations, is_reusable_size
 from fxpart.compiler.size_symbols import expression, fold
 from fxpart.compiler.tensor_sizes import tensors
 from fxpart.errors import error
@@ -29,7 +30,7 @@ from fxpart.sharding import Mesh
 
 
 class FakeCallRunner:
-    """Runs calls of one mesh rank on fake tensors."""
+    """Runs calls of one mesh rank on fake tensors; equal calls of all graphs run once."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, mesh_rank: int) -> None:
         """graph: the global graph, for its fake mode and symbols."""
@@ -38,6 +39,7 @@ class FakeCallRunner:
         self._alike: dict[Hashable, torch.Tensor] = {}
         self._results: dict[Hashable, Any] = {}
         self._kept: list[Any] = []  # keeps objects alive whose ids are in keys
+        self._known = get_observations(self.mode)
         self._symbols: dict[sympy.Symbol, torch.SymInt] = {}
         for node in graph.nodes:
             for size in _sizes(value(node)):
@@ -75,8 +77,34 @@ class FakeCallRunner:
         key = (node.target, _describe(args), _describe(kwargs))
         if key not in self._results:
             self._kept.append((args, kwargs))
-            self._results[key] = self._shared(self._run(node, args, kwargs, whole))
+            self._results[key] = self._shared(self._find(node, args, kwargs, whole))
         return self._results[key]
+
+    def _find(self, node: fx.Node, args: Any, kwargs: Any, whole: Any) -> Any:
+        """Return the result of a call, from an equal call of another graph if there is one."""
+        ranks = (self.mesh, self.mesh_rank) if is_collective(node.target) else ()
+        signature = ("result", node.target, ranks, *map(_record, (args, kwargs, whole)))
+        if signature in self._known:
+            return self._restore(self._known[signature])
+        found = self._run(node, args, kwargs, whole)
+        if _is_plain(found) and is_reusable_size(_record_sizes(found), signature):
+            self._known[signature] = _record(found)
+        return found
+
+    def _restore(self, record: Any) -> Any:
+        """Return the value of a record; tensors like those that are known."""
+        kind, *parts = record
+        if kind == "tensor":
+            shape, strides, dtype, device = parts
+            key = ((*shape, *strides), dtype, device)
+            if key not in self._alike:
+                sizes = [[self.symint(size) for size in each] for each in (shape, strides)]
+                with self.mode, disable_guards(self.mode):
+                    self._alike[key] = torch.empty_strided(*sizes, dtype=dtype, device=device)
+            return self._alike[key]
+        if kind == "size":
+            return self.symint(parts[0])
+        return {"list": list, "tuple": tuple}[kind](map(self._restore, parts))
 
     def alike(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the first tensor seen with the same shape, strides, dtype and device."""
@@ -174,6 +202,38 @@ def _describe(item: Any) -> Hashable:
     if isinstance(item, torch.SymInt):
         return ("size", expression(item))
     return (type(item).__name__, str(item))
+
+
+def _record(item: Any) -> tuple[Any, ...]:
+    """Return what distinguishes a value from others of any graph, and describes it."""
+    if isinstance(item, torch.Tensor):
+        shape, strides = (tuple(map(expression, each)) for each in (item.shape, item.stride()))
+        return ("tensor", shape, strides, item.dtype, item.device)
+    if isinstance(item, (list, tuple)):
+        return ("list" if isinstance(item, list) else "tuple", *map(_record, item))
+    if isinstance(item, dict):
+        return ("dict", *((name, _record(part)) for name, part in item.items()))
+    if isinstance(item, torch.SymInt) or type(item) is int:
+        return ("size", expression(item))
+    return (type(item).__name__, str(item))
+
+
+def _is_plain(held: Any) -> bool:
+    """Return whether :meth:`FakeCallRunner._restore` makes an equal value from the record."""
+    if isinstance(held, torch.Tensor):
+        return held.layout is torch.strided
+    if isinstance(held, (list, tuple)):
+        return type(held) in (list, tuple) and all(map(_is_plain, held))
+    return isinstance(held, torch.SymInt) or type(held) is int
+
+
+def _record_sizes(held: Any) -> list[Any]:
+    """Return the sizes in the record of a value, as numbers or expressions."""
+    if isinstance(held, torch.Tensor):
+        return [*map(expression, (*held.shape, *held.stride()))]
+    if isinstance(held, (list, tuple)):
+        return [size for part in held for size in _record_sizes(part)]
+    return [expression(held)]
 
 
 def _sizes(held: Any) -> list[torch.SymInt]:

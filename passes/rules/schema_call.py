@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -224,13 +224,19 @@ def ratio(a: Size, b: Size) -> Size | None:
     """Return ``a / b`` if it is known to be an integer, as a SymInt if either is one."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
-    x, y = expression(a), expression(b)
-    if y == 0:
+    found = _divide(expression(a), expression(b))
+    return a // b if isinstance(found, sympy.Expr) else found
+
+
+@lru_cache(maxsize=4096)
+def _divide(a: int | sympy.Expr, b: int | sympy.Expr) -> int | sympy.Expr | None:
+    """Return ``a / b`` if it is known to be an integer."""
+    if b == 0:
         return None
-    above, below = sympy.fraction(sympy.cancel(x / sympy.sympify(y)))
+    above, below = sympy.fraction(sympy.cancel(sympy.sympify(a) / sympy.sympify(b)))
     if below != 1 or not _whole(above):
         return None
-    return int(above) if above.is_number else a // b
+    return int(above) if above.is_number else above
 
 
 def _whole(value: Any) -> bool:

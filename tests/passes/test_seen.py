@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import sympy
 import torch
-from fxpart.passes import all_passes
+from fxpart.passes import PREPARE, all_passes
+from fxpart.passes.annotate import AnnotatePass
+from fxpart.passes.lower import LowerPass
+from fxpart.passes.lowering.local_values import FakeCallRunner
+from fxpart.passes.propagate import PropagatePass
 from torch import fx, nn
 from zoo import ZOO
 
 from fxpart import compat
 from fxpart.capture import capture
 from fxpart.compiler import KEY, PassManager, observation_cache
+from fxpart.compiler.graph_edit import value
 from fxpart.compiler.op_behavior import StorageAnalysis
+from fxpart.compiler.tensor_sizes import expression, tensors
 
 
 def marked(name: str) -> fx.GraphModule:
@@ -73,6 +80,41 @@ def test_other_batches_and_settings_are_other_surroundings(observed: list[str]) 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         mark(6)
     assert len(observed) == 3 * count
+
+
+def lowered(tensor_ranks: int) -> list[Any]:
+    """The local tensors of a rank; of an MLP with a symbolic batch, captured anew."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Unflatten(1, (8, 2)), nn.Flatten())
+    batch = (torch.ones(6, 8),)
+    graph = capture(model, batch, loss=lambda out: out.sum(), batch_size=6).graph
+    manager = PassManager(all_passes())
+    seeds = AnnotatePass(f"dp=2,tp={tensor_ranks}", json.dumps({"0.weight": "tp:S(0)"}))
+    prepared = manager.run(PREPARE, graph)
+    local = manager.run([seeds, PropagatePass(), LowerPass()], prepared)
+    found = [(node.name, tensors(value(node))) for node in local.graph.nodes]
+    return [
+        (name, [(*map(expression, (*t.shape, *t.stride())), t.dtype) for t in held])
+        for name, held in found
+    ]
+
+
+def test_equal_local_calls_of_two_graphs_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    observation_cache._table.cache_clear()
+    ran: list[str] = []
+    run = FakeCallRunner._run
+
+    def counted(self: FakeCallRunner, node: fx.Node, *rest: Any) -> Any:
+        ran.append(node.name)
+        return run(self, node, *rest)
+
+    monkeypatch.setattr(FakeCallRunner, "_run", counted)
+    first = lowered(2)
+    count = len(ran)
+    assert count > 0
+    assert lowered(2) == first
+    assert len(ran) == count
+    assert lowered(4) != first
+    assert len(ran) > count
 
 
 def test_symbols_that_data_decide_have_other_names_elsewhere() -> None:
