@@ -40,7 +40,8 @@ class ManagedIds:
     and without optimizer state whenever an id gets it. If no row is free, the ids wait, and those
     that were seen most often come first. At most ``candidates`` ids without a row are counted, by
     default as many as the table has rows; of more, those unused for longest are forgotten, and of
-    these the ones that were seen least. Memory is fixed: 32 bytes for each row and candidate.
+    these the ones that were seen least. Memory is fixed: 32 bytes for each row and candidate, which
+    every batch reads.
 
     inputs: of the batch with the ids, as keys or positions. column: their index in the last dim, if
     it has ids of several tables. padding: an id that always has the row of this number.
@@ -50,9 +51,9 @@ class ManagedIds:
         trainer.step(batch)                                  # batch["user"] has the ids
 
     In a single process: ``found = users.assign(ids, step)``, ``users.reset_rows(found, weight,
-    optimizer)``, a training step with ``found.rows``, and ``users.commit(found)``. The names of the
-    terms are those of torchrec's managed collisions and PaddlePaddle's CountFilterEntry. Raises
-    FXP109 for options out of range.
+    optimizer)``, a training step with ``found.rows``, and ``users.commit(found)``. Compare the
+    managed collisions of torchrec and CountFilterEntry of PaddlePaddle. Raises FXP109 for options
+    out of range.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class ManagedIds:
             f"padding={self._padding}, std={self._std}, seed={self._seed})"
         )
 
-    def describe(self) -> str:
-        """Return the options and a digest of the state, as text for comparison between ranks."""
+    def digest_state(self) -> str:
+        """Return a digest of the state."""
         digest = hashlib.blake2b(digest_size=7)
         for tensor in self._state.values():
             digest.update(tensor.numpy().tobytes())
-        return f"{self} {digest.hexdigest()}"
+        return digest.hexdigest()
 
     def state_dict(self) -> Fields:
         """Return the state, of fixed shapes: ids, their rows, counts and last steps."""

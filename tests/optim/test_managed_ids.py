@@ -49,6 +49,7 @@ class Plain:
         return [default if row < 0 else row for row in rows], fresh
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(2, 6), st.integers(1, 3), st.sampled_from([None, 1, 2, 4]), st.integers(0, 5),
