@@ -86,7 +86,7 @@ demo: $(STAMP)  ## plan, train and verify a small GPT-2 on 4 local processes
 		'  $(OUT)/report.html  timeline, memory, stages: open it in a browser'
 
 # The last one writes tables and outputs of README and pages from what the others kept.
-BENCHMARKS := module_check overhead split_backward recording pipelining gloo_threads asynchronous slow_links predicting stalebench/measured stalebench/run saving recovery elastic events overlap local_transfers tensor_overhead zero data_parallel compiled_stages propagation_speed placement pipeline_speed large_models experts spaces planner joint maxload_optima baselines startup communication accuracy profiling choice memory memory_layouts heterogeneous heterogeneous_measured heterogeneous_tables queued compatibility readme
+BENCHMARKS := module_check overhead split_backward recording pipelining gloo_threads asynchronous slow_links predicting stalebench/measured stalebench/run saving recovery elastic events overlap local_transfers tensor_overhead zero data_parallel compiled_stages propagation_speed placement pipeline_speed large_models experts spaces planner joint maxload_optima baselines startup communication accuracy profiling choice memory memory_layouts heterogeneous heterogeneous_measured heterogeneous_tables prefetched_rows queued compatibility readme
 bench: $(STAMP)  ## every figure that the README quotes
 	for name in $(BENCHMARKS); do echo "== $$name"; \
 		$(QUIET) $(BIN)/python tests/benchmarks/$$name.py --date "$$(date +%F)"; done

@@ -10,8 +10,14 @@ import torch
 from torch import fx
 
 from fxpart.codegen.size_expressions import is_size
+from fxpart.collectives import embedding_bag_sent, embedding_sent, slice_shard
+from fxpart.compiler.collective_calls import is_collective
 from fxpart.compiler.effects import state_roots, state_written
 from fxpart.compiler.graph_edit import annotation, describe_node
+from fxpart.program.spec import StageSpec
+
+_LOOKUPS = (embedding_sent, embedding_bag_sent)
+_TABLE = 2  # position of the table among the arguments of a form
 
 
 def format_node(node: fx.Node) -> str:
@@ -104,3 +110,38 @@ class GradientFlow:
     def wanted(self, node: fx.Node, users: Iterable[fx.Node]) -> bool:
         """Return whether one of these users sends a gradient to the value."""
         return self.requires(node) and any(user in self.flow for user in users)
+
+
+def find_lookup_ops(graph: fx.Graph, spec: StageSpec) -> list[fx.Node]:
+    """Return a stage's lookups by all-to-all, and what computes their arguments, in order.
+
+    Only user inputs, sizes and state that forward passes do not write are read, and there are no
+    random ops and no other collectives. A table of which one lookup reads more has none of them.
+    """
+    key, *inputs = graph.find_nodes(op="placeholder")
+    state = {s.name: s for s in spec.state}
+    known = {node for node, source in zip(inputs, spec.sources, strict=True) if source < 0}
+    found: dict[fx.Node, bool] = {key: False, **{node: node in known for node in inputs}}
+    lookups: list[fx.Node] = []
+    excluded: set[object] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            found[node] = not state[str(node.target)].written
+        elif node.op in ("call_function", "call_method"):
+            can = all(found.get(given, False) for given in node.all_input_nodes)
+            local = node.target is slice_shard or not is_collective(node.target)
+            found[node] = can and local
+            if node.target in _LOOKUPS:
+                lookups.append(node)
+                table = node.args[_TABLE]
+                if not can or not isinstance(table, fx.Node) or table.op != "get_attr":
+                    excluded.add(table)
+    lookups = [node for node in lookups if node.args[_TABLE] not in excluded]
+    needed, stack = set(lookups), list(lookups)
+    while stack:
+        for given in stack.pop().all_input_nodes:
+            if given not in needed:
+                needed.add(given)
+                stack.append(given)
+    ops = ("call_function", "call_method")
+    return [node for node in graph.nodes if node in needed and node.op in ops]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpart.codegen.dataflow import format_node, outputs_of
+from fxpart.codegen.dataflow import find_lookup_ops, format_node, outputs_of
 from fxpart.codegen.identifiers import comment, identifier, place, quoted
 from fxpart.codegen.literals import COLLECTIVES, MESH, NameScope, call
 from fxpart.codegen.size_expressions import dim_text
@@ -41,6 +41,8 @@ _SHORT = {
 
 def emit(stage: StageGraph, *, blocks: bool = False) -> str:
     """Return the module's text: ``class Stage<k>`` with ``forward(key, *inputs) -> tuple``.
+
+    ``lookups(*inputs)`` calls the lookups of row-sharded tables whose ids follow from the batch.
 
     blocks: make each block a method, which ``forward`` runs through ``self.call``; activation
     recomputation replaces ``self.call``. The text depends only on the graph: the same input gives
@@ -179,10 +181,10 @@ def _forward(
         ops = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
         yield from _lines(ops, names, last)
         yield returned
-        return
     for number, piece in enumerate(pieces):
         yield f"    {_calling(number, piece, key, names, last)}"
-    yield returned
+    if pieces:
+        yield returned
     for number, piece in enumerate(pieces):
         takes = [names.value(n) for n in piece.takes if n is not key]
         yield ""
@@ -191,6 +193,10 @@ def _forward(
         inner = {op: [n for n in ended if n not in outer] for op, ended in last.items()}
         yield from _lines(piece.ops, names, inner)
         yield _returned([names.value(n) for n in piece.gives])
+    if ops := find_lookup_ops(graph, stage.spec):
+        yield ""
+        yield f"def lookups({', '.join(['self', *(names.value(n) for n in inputs)])}):"
+        yield from _lines(ops, names, {})
 
 
 def _calling(

@@ -9,7 +9,7 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,11 @@ def embedding_sent(
     _refuse("embedding_sent", scale_grad_by_freq)
     if mesh.fake:
         return _assumed(weight, indices)
-    rows, _ = _rows(mesh, axes, size, weight, indices.reshape(-1), padding_idx, sparse, 0)
+    request = RowRequest(axes, size, weight, indices.reshape(-1), padding_idx, sparse, 0)
+    if mesh.requests is not None:
+        mesh.requests.append(request)
+        return indices
+    rows, _ = _rows(mesh, request)
     return rows.view(*indices.shape, weight.shape[1])
 
 
@@ -66,23 +70,29 @@ def embedding_bag_sent(
     """
     _refuse("embedding_bag_sent", scale_grad_by_freq)
     offsets = offsets - offsets[:1]
+    bags = offsets.shape[0] - include_last_offset
+    there, kept = None, indices
+    if padding_idx is not None and padding_idx != _NONE and not mesh.fake:
+        there = indices.ne(padding_idx)
+        kept = indices[there]
+    request = RowRequest(axes, size, weight, kept, _NONE, sparse, bags)
+    if mesh.requests is not None:
+        mesh.requests.append(request)
+        return indices, indices, indices, indices
     with torch.no_grad():
         _, bag_of, sizes, largest = compute_bag_indices(
             weight, size, indices, offsets, mode, per_sample_weights, include_last_offset,
             padding_idx,
         )  # fmt: skip
     if mesh.fake:
-        rows, kept, first = _assumed(weight, indices), indices, 0
+        rows, first = _assumed(weight, indices), 0
     else:
-        there = torch.ones_like(indices, dtype=torch.bool)
-        if padding_idx is not None and padding_idx != _NONE:
-            there = indices.ne(padding_idx)
-        before = torch.cat([offsets.new_zeros(1), there.cumsum(0).to(offsets.dtype)])
-        bags = offsets.shape[0] - include_last_offset
-        offsets, kept = before[offsets], indices[there]
-        if per_sample_weights is not None:
-            per_sample_weights = per_sample_weights[there]
-        rows, first = _rows(mesh, axes, size, weight, kept, _NONE, sparse, bags)
+        if there is not None:
+            before = torch.cat([offsets.new_zeros(1), there.cumsum(0).to(offsets.dtype)])
+            offsets = before[offsets]
+            if per_sample_weights is not None:
+                per_sample_weights = per_sample_weights[there]
+        rows, first = _rows(mesh, request)
     summed: torch.Tensor = _ATEN.embedding_bag.default(
         rows, torch.arange(kept.shape[0], device=kept.device), offsets, False, mode, False,
         per_sample_weights, include_last_offset,
@@ -174,21 +184,36 @@ def cache_rows(modules: Iterable[nn.Module]) -> Iterator[None]:
             mesh.row_cache = None
 
 
-def _rows(
-    mesh: Communicator,
-    axes: Axes,
-    size: int,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    padding: int,
-    sparse: bool,
-    own: int,
-) -> tuple[torch.Tensor, int]:
-    """Return the rows of ids [n] as [n, width], and the sum of ``own`` over earlier ranks."""
-    held = [(int(first), int(count)) for first, count in spans(mesh, axes, size)]
+@dataclass(frozen=True)
+class RowRequest:
+    """A lookup of ids [n] in a table of ``size`` rows on the axes.
+
+    own: a number of this rank, which is summed over earlier ranks.
+    """
+
+    axes: Axes
+    size: int
+    weight: torch.Tensor
+    ids: torch.Tensor
+    padding: int
+    sparse: bool
+    own: int
+
+
+def get_row_ranges(mesh: Communicator, axes: Axes, size: int) -> list[tuple[int, int]]:
+    """Return the first row and the number of rows of each rank."""
+    return [(int(first), int(count)) for first, count in spans(mesh, axes, size)]
+
+
+def _rows(mesh: Communicator, request: RowRequest) -> tuple[torch.Tensor, int]:
+    """Return the rows of the ids as [n, width], and the sum of ``own`` over earlier ranks."""
+    if mesh.rows_ahead is not None and (found := mesh.rows_ahead.take(request)) is not None:
+        return found
+    axes, weight, padding = request.axes, request.weight, request.padding
+    held = get_row_ranges(mesh, axes, request.size)
     start, length = held[mesh.place(axes)]
     # By id, and so by rank; equal ids stay in their order.
-    ids, order = torch.sort(ids.long(), stable=True)
+    ids, order = torch.sort(request.ids.long(), stable=True)
     first = torch.ones_like(ids, dtype=torch.bool)
     torch.ne(ids[1:], ids[:-1], out=first[1:])
     places = first.cumsum(0) - 1  # Of the rows that are received for the ids.
@@ -202,10 +227,10 @@ def _rows(
     ends = [0, *(first + count for first, count in held)]
     bounds = torch.searchsorted(ids, torch.tensor(ends, device=ids.device))
     before = torch.cat([bounds.new_zeros(1), wanted.cumsum(0)])[bounds]
-    counts = torch.stack([bounds, before, torch.full_like(bounds, own)], 1)
+    counts = torch.stack([bounds, before, torch.full_like(bounds, request.own)], 1)
     counts[1:, :2] -= counts[:-1, :2].clone()
     outside, *give = counts.tolist()
-    _check(ids, size, outside[0] == 0 and sum(n for n, *_ in give) == len(ids))
+    check_ids(ids, request.size, inside=outside[0] == 0 and sum(n for n, *_ in give) == len(ids))
     # Gradients need each id; without them, ids of wanted rows are enough.
     trained = weight.requires_grad and torch.is_grad_enabled()
     sent = torch.where(wanted, ids, ~ids) if trained else ids[wanted]
@@ -217,69 +242,73 @@ def _rows(
     requested = mesh.start_all_to_all(sent, axes, *way).wait()
     theirs = requested[requested >= 0] if trained else requested
     requested = torch.where(requested < 0, ~requested, requested) - start
+    serve, fetch = [row[1] for row in get], [row[1] for row in give]
+    places = torch.empty_like(places).index_put_((order,), places)
+
+    def fetch_rows(weight: torch.Tensor) -> torch.Tensor:
+        rows = weight.index_select(0, theirs - start)
+        rows = _moved(rows, mesh, axes, serve, fetch)
+        if table is not None:
+            table.add(new, rows)
+            rows = table.rows
+        return rows.index_select(0, places)
+
+    mesh.counts.note_rows(axes, len(ids), sum(fetch))
     inside = start <= padding < start + length
-    lookup = _Lookup(
-        mesh, axes, order, torch.empty_like(places).index_put_((order,), places), table, new,
-        theirs - start, [row[1] for row in get], [row[1] for row in give],
-        requested, way, padding - start if inside else _NONE, sparse,
+    lookup = RowLookup(
+        mesh, axes, order, fetch_rows, requested, way, padding - start if inside else _NONE,
+        request.sparse,
     )  # fmt: skip
-    mesh.counts.note_rows(axes, len(ids), sum(lookup.fetch))
-    home: torch.Tensor = _SentRows.apply(weight, lookup)  # type: ignore[no-untyped-call]
-    return home, sum(row[2] for row in get[: mesh.place(axes)])
+    return lookup.apply(weight), sum(row[2] for row in get[: mesh.place(axes)])
 
 
 @dataclass(frozen=True)
-class _Lookup:
-    """A lookup of ids, whose gradients are sent in ``order``. places: of their rows.
+class RowLookup:
+    """A lookup of ids, whose gradients are sent in ``order``.
 
-    table, new: of the cached rows, if there is a cache. theirs: local numbers of the rows that the
-    ranks fetch here. serve, fetch: numbers of rows by rank, sent and received. requested: local row
-    number of each id of each rank, whose gradients arrive here. way: numbers of them by rank, sent
-    and received.
+    fetch_rows: returns the rows of all ids in their original order. requested: local row number of
+    each id of each rank, whose gradients arrive here. way: numbers of them by rank, sent and
+    received. advance: called before and after that.
     """
 
     mesh: Communicator
     axes: Axes
     order: torch.Tensor
-    places: torch.Tensor
-    table: Any
-    new: RowOrder | None
-    theirs: torch.Tensor
-    serve: list[int]
-    fetch: list[int]
+    fetch_rows: Callable[[torch.Tensor], torch.Tensor]
     requested: torch.Tensor
     way: tuple[list[int], list[int]]
     padding: int
     sparse: bool
+    advance: Callable[[], None] | None = None
 
-    def fetch_rows(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ids, in their original order."""
-        rows = weight.index_select(0, self.theirs)
-        rows = _moved(rows, self.mesh, self.axes, self.serve, self.fetch)
-        if self.new is not None:
-            self.table.add(self.new, rows)
-            rows = self.table.rows
-        return rows.index_select(0, self.places)
+    def apply(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the rows; each id's gradient is sent to the rank that stores its row."""
+        found: torch.Tensor = _SentRows.apply(weight, self)  # type: ignore[no-untyped-call]
+        return found
 
 
 class _SentRows(torch.autograd.Function):
     """Fetch the rows of a lookup; every id's gradient is sent to the rank that stores its row."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, lookup: _Lookup) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, lookup: RowLookup) -> torch.Tensor:
         ctx.way = lookup.mesh, lookup.axes, *lookup.way
-        ctx.order, ctx.requested = lookup.order, lookup.requested
+        ctx.order, ctx.requested, ctx.advance = lookup.order, lookup.requested, lookup.advance
         ctx.form = len(weight), lookup.padding, False, lookup.sparse
         return lookup.fetch_rows(weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.advance is not None:
+            ctx.advance()
         arrived = _moved(gradients[0][ctx.order], *ctx.way)
+        if ctx.advance is not None:
+            ctx.advance()
         found: torch.Tensor = _ATEN.embedding_backward.default(arrived, ctx.requested, *ctx.form)
         return found, None
 
 
-def _check(ids: torch.Tensor, size: int, inside: bool) -> None:
+def check_ids(ids: torch.Tensor, size: int, *, inside: bool) -> None:
     """Raise IndexError, as torch does for ids outside of a table."""
     if not inside:
         wrong = int(ids[0] if ids[0] < 0 else ids[-1])

@@ -49,6 +49,13 @@ class CachedRows(Protocol):
         """Return the rows of a table, to which more are added; None for other tensors."""
 
 
+class PrefetchedRows(Protocol):
+    """Rows of the lookups of a step, which were requested ahead."""
+
+    def take(self, request: Any) -> tuple[torch.Tensor, int] | None:
+        """Return the result of a lookup; None for lookups that were not requested."""
+
+
 Start: TypeAlias = Callable[..., CollectiveHandle]
 _STARTS = {
     "all_reduce": "_reduce", "all_gather": "_gather", "reduce_scatter": "_scatter",
@@ -123,7 +130,9 @@ class Communicator(ABC):
     (:class:`~fxpart.collectives.gather_prefetch.ForwardGathers`). blocks_ahead: for how many blocks
     it does so before their use. scatters: takes the gradients of sharded parameters in the backward
     that runs now. row_cache: rows of tables, while no weights change
-    (:class:`~fxpart.collectives.all_to_all_embedding.RowCache`).
+    (:class:`~fxpart.collectives.all_to_all_embedding.RowCache`). rows_ahead: serves the lookups of
+    a step (:class:`~fxpart.collectives.row_prefetch.RowPrefetch`). requests: while it is a list,
+    lookups are added to it and not made.
     """
 
     fake = False
@@ -132,6 +141,8 @@ class Communicator(ABC):
     blocks_ahead = 0
     scatters: GradientScatters | None = None
     row_cache: CachedRows | None = None
+    rows_ahead: PrefetchedRows | None = None
+    requests: list[Any] | None = None
 
     def __init__(self, mesh: Mesh, mesh_rank: int) -> None:
         """mesh_rank: this rank's position in the mesh."""

@@ -41,11 +41,11 @@ class CallAgreement:
         self._forget_options()
 
     def read(
-        self, source: BatchSource, batch: Any, mode: str, local: bool, *, weighed: bool = False
+        self, source: BatchSource, batch: Any, mode: str, local: bool, **more: Any
     ) -> BatchAgreement:
         """Read a batch and start its comparison; mode: what it is used for.
 
-        weighed: whether its weight is needed.
+        more: the options ``weighed`` and ``adapt`` of :class:`BatchAgreement`.
         """
         parts = self._parts
         parts.local.check_whole()
@@ -60,16 +60,16 @@ class CallAgreement:
             refusal = cause
         read = BatchAgreement(
             parts.transport, source, batch, mode,
-            local=local, request=parts.request, refusal=refusal, weighed=weighed,
+            local=local, request=parts.request, refusal=refusal, **more,
         )  # fmt: skip
         self._forget_options()
         return read
 
     def read_checked(
-        self, source: BatchSource, batch: Any, mode: str, local: bool, *, weighed: bool = False
+        self, source: BatchSource, batch: Any, mode: str, local: bool, **more: Any
     ) -> BatchAgreement:
         """Read a batch; FXP114 if rows must be repeated and the results would change."""
-        read = self.read(source, batch, mode, local, weighed=weighed)
+        read = self.read(source, batch, mode, local, **more)
         check_repetition(self._parts.transport, source, read)
         return read
 

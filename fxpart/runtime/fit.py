@@ -57,6 +57,7 @@ class FitLoop:
         self._updates: dict[int, tuple[PendingUpdate, float]] = {}  # By call, with its weight.
         self._pending: deque[PendingUpdate] = deque()
         self._finite = True  # The newest loss.
+        self._following: list[Any] = []  # The batches of the next update.
         self._reports = RunReports(trainer, run.callbacks, self._calls)
 
     def go(self) -> FitResult:
@@ -91,6 +92,7 @@ class FitLoop:
             self._reports.report_failure(self.step, self.position.epoch, cause)
             raise
         finally:
+            self.trainer.pipeline.cancel_prefetch()
             self.trainer.pace.forget(self._notify_straggler)
             if self._is_handed_over:
                 self.trainer.pipeline.use_scheduler(None)
@@ -141,7 +143,9 @@ class FitLoop:
             if why := self._find_end():
                 return why
         while True:
-            for group in self._groups(self._iterate_epoch()):
+            groups = self._groups(self._iterate_epoch())
+            ahead = run.prefetch and not self.trainer.is_asynchronous
+            for group, self._following in position.pair(groups, ahead=ahead):
                 if not self._update(group):
                     continue
                 if run.every and self.step % run.every == 0 and self._evaluate():
@@ -219,6 +223,8 @@ class FitLoop:
         if self.guard is not None:
             self.guard.begin_update()
         for index, batch in enumerate(group):
+            for following in [*group[index + 1 :], *self._following][: self.run.prefetch]:
+                trainer.prefetch(following, local=self.run.local)
             call = self._submit(batch, accumulate=index + 1 < len(group))
             self._updates[call] = update, trainer.last_weight
             update.rows += trainer.last_rows

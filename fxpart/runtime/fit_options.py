@@ -52,6 +52,7 @@ class FitOptions:
     statistics: Statistics | int | None = None
     progress: bool | None = None
     nonfinite: str = "warn"
+    prefetch: bool = False
 
     def check(self) -> FitOptions:
         """Raise FXP109 for invalid combinations."""
@@ -129,7 +130,7 @@ class FitOptions:
             f"steps {self.steps} epochs {self.epochs} accumulate {self.accumulate} every "
             f"{self.every} evaluate {self.evaluate is not None} metrics {list(self.metrics or ())} "
             f"scheduler {type(self.scheduler).__name__} {self.scheduler_every} "
-            f"early stopping {stopping} local {self.local} "
+            f"early stopping {stopping} local {self.local} prefetch {self.prefetch} "
             f"nonfinite {self.nonfinite} statistics {self.reported} checkpoints "
             f"{None if self.kept is None else self.kept.describe()}"
         )

@@ -11,6 +11,9 @@ import torch
 from fxpart.diagnostics.rank_event import ALL, STEP
 from fxpart.errors import FxpartError, error
 from fxpart.runtime.batch.batch_agreement import BatchAgreement
+from fxpart.runtime.batch.batch_reader import LocalBatch
+from fxpart.runtime.embedding_tables.managed_tables import ManagedTables
+from fxpart.runtime.embedding_tables.row_lookahead import RowLookahead
 from fxpart.runtime.gradients.communication import send_tied_gradients
 from fxpart.runtime.gradients.gradient_norm import (
     clip_both,
@@ -44,6 +47,8 @@ class FlushedPipeline(Pipeline):
         super().__init__(trainer)
         self._updates = 0
         self._recorder: Recorder | None = None
+        self._managed = ManagedTables(self._parts, self._optimizers)
+        self._lookahead = RowLookahead(self._parts, self._managed)
         mark = self.events.mark
         self._reads, self._over = mark(READ), mark(STEP, "end")
         # Ranks wait for each other in every phase of an update except the optimizer step.
@@ -76,7 +81,25 @@ class FlushedPipeline(Pipeline):
     def restart(self, updates: int, calls: int) -> None:
         """Continue after so many updates and calls, without gradients."""
         self.zero_grad()
+        self._lookahead.reset()
         self._updates, self._parts.calls = updates, calls
+
+    def prefetch(self, batch: Any, *, local: bool) -> None:
+        """Announce the batch behind that of the next call."""
+        self._lookahead.announce(batch, local=local)
+
+    def look_up_ids(self, seen: LocalBatch) -> LocalBatch:
+        """Return a batch to evaluate with rows in place of managed ids."""
+        return self._managed.look_up(seen)
+
+    def cancel_prefetch(self) -> None:
+        """Forget the announced batch; receive what other ranks have sent for it."""
+        if self._local.broken is None:
+            self._lookahead.reset()
+
+    def close(self) -> None:
+        """Receive what other ranks have sent."""
+        self.cancel_prefetch()
 
     def skip_update(self) -> None:
         """Count an update that was skipped."""
@@ -125,10 +148,16 @@ class FlushedPipeline(Pipeline):
             weight = read.weight if weight is None else weight
             shards.closing = closing
             self._take_lookups()  # Those of evaluations.
-            result = self._parts.engine.run(
-                self._feed.parts(read.cut), self._parts.keys(read.cut), train=True,
-                gate=read.confirm, factor=accumulation.factor(weight),
-            )  # fmt: skip
+            cuts = self._feed.parts(read.cut)
+            if self._managed:
+                read.confirm()
+                self._managed.reset_rows()
+            with self._lookahead.serve(cuts):
+                result = self._parts.engine.run(
+                    cuts, self._parts.keys(read.cut), train=True, gate=read.confirm,
+                    factor=accumulation.factor(weight),
+                )  # fmt: skip
+            self._managed.commit()
             if shards.zero == 2 and self.spec.ties:
                 self._communicate(shards.collect)
         except BaseException:
@@ -157,8 +186,16 @@ class FlushedPipeline(Pipeline):
         mode = "last training" if closing else "training"
         mode += "" if weight is None else f" of weight {weight!r}"
         weighed = weight is None and (not closing or self._parts.accumulation.batches > 0)
-        source = self._parts.source
-        return self._agreement.read_checked(source, batch, mode, local, weighed=weighed)
+
+        def adapt(seen: LocalBatch) -> tuple[LocalBatch, str]:
+            found = self._managed.assign(seen, self.updates)
+            self._lookahead.check(seen, found)
+            text = self._managed.describe()
+            return found, text + self._lookahead.look(self.updates + closing)
+
+        return self._agreement.read_checked(
+            self._parts.source, batch, mode, local, weighed=weighed, adapt=adapt
+        )
 
     def _take_lookups(self) -> tuple[int, int]:
         return (0, 0) if self._parts.meshes is None else self._parts.meshes.take_lookups()

@@ -287,7 +287,10 @@ class Inference(TrainerBase):
         keep_outputs: bool = True,
     ) -> tuple[BatchAgreement, PipelineResult]:
         """Run a forward; mode: describes it to the other ranks."""
-        read = self.agreement.read_checked(program.source, batch, mode, local)
+        read = self.agreement.read_checked(
+            program.source, batch, mode, local,
+            adapt=lambda seen: (self.pipeline.look_up_ids(seen), ""),
+        )  # fmt: skip
         result = program.engine.run(
             program.source.feed.parts(read.cut), self.parts.keys(read.cut), train=False,
             gate=read.confirm, keep_outputs=keep_outputs,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from fxpart.errors import error
+from fxpart.runtime.batch.batch_reader import LocalBatch
 from fxpart.runtime.optimizer.update_options import StageUpdateOptions, UpdateOptions
 from fxpart.runtime.state.model_state import Place
 from fxpart.runtime.weight_prediction import ErrorFeedback, PipeMareCorrection, Predictor
@@ -96,6 +97,18 @@ class Pipeline(ABC):
     @abstractmethod
     def submit(self, batch: Any, *, accumulate: bool, local: bool) -> int:
         """Run a minibatch and keep its loss in ``losses``; return the number of the call."""
+
+    def prefetch(self, batch: Any, *, local: bool) -> None:
+        """See :meth:`fxpart.runtime.trainer.Trainer.prefetch`; by default it does nothing."""
+        return
+
+    def look_up_ids(self, seen: LocalBatch) -> LocalBatch:
+        """Return a batch to evaluate with rows in place of managed ids."""
+        return seen
+
+    def cancel_prefetch(self) -> None:
+        """Allow another batch than the announced one."""
+        return
 
     def settle(self) -> None:
         """Complete all minibatches, for calls on the whole model; every rank must call it."""

@@ -90,6 +90,16 @@ class Trainer(Inference, StatefulTrainer):
         check_accumulate(accumulate)
         return self.pipeline.step(batch, accumulate=accumulate, local=local)
 
+    def prefetch(self, batch: Any, *, local: bool = False) -> None:
+        """Announce the batch after that of the next ``step`` or ``backward``.
+
+        During that call the rows of the announced batch's lookups in tables sharded by all-to-all
+        are requested, and those that the call does not look up are sent; rows that change later
+        are sent again. Results do not change. Every rank must make the same calls; the announced
+        batch must follow, complete on every rank: FXP105, FXP109.
+        """
+        self.pipeline.prefetch(batch, local=local)
+
     def submit(self, batch: Any, *, accumulate: bool = False, local: bool = False) -> int:
         """Run a step; return its number. :meth:`pop_losses` returns its loss."""
         return self.pipeline.submit(batch, accumulate=accumulate, local=local)
@@ -215,10 +225,11 @@ class Trainer(Inference, StatefulTrainer):
         :class:`~fxpart.runtime.callbacks.Callback` objects, or functions of a StepInfo.
         early_stopping: an EarlyStopping. local: as for :meth:`step`. checkpoints: a folder, or
         :class:`~fxpart.runtime.training_run.options.Checkpoints`, for automatic saving and
-        resuming. statistics: updates from one event with statistics of gradients and activations to
-        the next, or a :class:`~fxpart.runtime.fit_options.Statistics`. progress: whether to show a
-        progress bar on stderr, by default on a terminal and in a notebook. The logger "fxpart"
-        reports events (INFO) and steps (DEBUG).
+        resuming. prefetch: announce each batch one step ahead (:meth:`prefetch`); data are read one
+        update ahead. statistics: updates from one event with statistics of gradients and
+        activations to the next, or a :class:`~fxpart.runtime.fit_options.Statistics`. progress:
+        whether to show a progress bar on stderr, by default on a terminal and in a notebook. The
+        logger "fxpart" reports events (INFO) and steps (DEBUG).
 
         Every rank ends after the same step. An exception on one rank, in data, a metric or a
         callback, raises the same error on all ranks. Without flushes, callbacks are called in order

@@ -11,6 +11,7 @@ import torch
 
 from fxpart.accelerator import is_accelerator
 from fxpart.errors import FxpartError, Problem, error
+from fxpart.optim import ManagedIds
 from fxpart.plan.offload import OFFLOADS, offloads_activations
 from fxpart.program.replica_groups import explain_unsupported_ties
 from fxpart.program.spec import ProgramSpec
@@ -50,6 +51,7 @@ _LIMITS = {
     "cuda_graphs": _Limit(("synchronous",), "CUDA graphs", "use cuda_graphs=False"),
     "offload": _Limit(("synchronous",), "offload=", "omit it"),
     "ema": _Limit(("synchronous", "asynchronous"), "a moving average of the weights", "omit ema="),
+    "managed_ids": _Limit(("synchronous",), "managed_ids=", "omit it"),
     "log_grad_norm": _Limit(("synchronous", "asynchronous"), "log_grad_norm=", "omit it"),
     "warm_up": _Limit(("asynchronous", "queue"), "warm_up=", "omit it"),
     "scheduler": _Limit(
@@ -98,7 +100,8 @@ class TrainerOptions:
     record the kernels of each stage and replay them: see
     :mod:`fxpart.runtime.executor.cuda_graphs`. ema: the decay of an exponential moving average of
     the weights, such as 0.999, that every update continues: see
-    :mod:`fxpart.runtime.optimizer.weight_average`.
+    :mod:`fxpart.runtime.optimizer.weight_average`. managed_ids: of tables whose rows ids get when
+    they are seen: :class:`fxpart.optim.ManagedIds`.
 
     routing: "turns" (round-robin), or "queue": replicas take microbatches from queues. weights:
     weight mode or its name, of training without flushes; None: the pipeline is flushed at every
@@ -131,6 +134,7 @@ class TrainerOptions:
     gather_ahead: int | None = None
     cuda_graphs: bool = False
     ema: float | None = None
+    managed_ids: Sequence[ManagedIds] = ()
     weights: str | WeightMode | None = None
     clip: Clip = "stage"
     warm_up: int = 0

@@ -144,6 +144,15 @@ class TrainerParts:
         """The device of this process's first rank."""
         return self.devices[self.transport.local[0]]
 
+    @property
+    def id_state(self) -> dict[str, torch.Tensor]:
+        """The state of managed ids by name, equal on every rank."""
+        return {
+            f"{own.table}.managed_ids.{name}": tensor
+            for own in self.options.managed_ids
+            for name, tensor in own.state_dict().items()
+        }
+
     def run_on_mesh_ranks(self, do: Callable[[MeshRank], T]) -> dict[int, T]:
         """Run ``do`` for all mesh ranks of this process concurrently."""
         return self.local.run_all(
@@ -192,8 +201,9 @@ class TrainerParts:
         self.options = TrainerOptions.of(given)
         kind = getattr(optimizer, "func", getattr(optimizer, "instance", optimizer))
         name = getattr(kind, "__qualname__", None) or type(kind).__name__
+        ids = [own.digest_state() for own in self.options.managed_ids]
         return None, (
-            f"ranks {self.ranks} seed {self.seed} {self.options.describe()} optimizer {name} "
+            f"ranks {self.ranks} seed {self.seed} {self.options.describe()} optimizer {name} {ids} "
             f"program {encode_common_spec(self.spec)}"
         )
 

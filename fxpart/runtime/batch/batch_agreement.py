@@ -7,7 +7,7 @@ before costs only the comparison of two numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,14 +54,15 @@ class BatchAgreement(RankAgreement[LocalBatch]):
         request: RankRequest | None = None,
         refusal: FxpartError | None = None,
         weighed: bool = False,
+        adapt: Callable[[LocalBatch], tuple[LocalBatch, str]] = lambda seen: (seen, ""),
     ) -> None:
         """Read the batch and start the comparison with the other ranks.
 
         mode: description of what the batch is used for; it must be the same on every rank. request:
         this process's request to all ranks, sent with the comparison; the requests of all ranks are
         stored in it. refusal: why this process cannot take the batch; raised on every rank.
-        weighed: whether :attr:`weight` is needed. Raises FXP105 on every rank if the batch of any
-        rank is invalid.
+        weighed: whether :attr:`weight` is needed. adapt: returns the batch to use, and text that is
+        added to ``mode``. Raises FXP105 on every rank if the batch of any rank is invalid.
         """
         self._source = source
         self._mode = mode
@@ -75,6 +76,8 @@ class BatchAgreement(RankAgreement[LocalBatch]):
             if refusal is not None:
                 raise refusal
             seen = source.feed.look(batch, local=local)
+            seen, text = adapt(seen)
+            self._mode += text
             if self._weighed:
                 self._weight = source.feed.weight(seen)
             if not seen.absent or len(transport.local) == transport.ranks:

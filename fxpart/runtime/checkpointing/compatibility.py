@@ -34,11 +34,14 @@ def find_incompatibilities(
 
 
 def _model(trainer: Trainer, manifest: CheckpointManifest) -> Iterator[str]:
-    expected = {n: (e.spec.dtype, tuple(e.pieces.shape)) for n, e in trainer.parts.state.saved()}
-    for name, tensor in trainer.parts.unused.items():
-        expected[name] = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    for name, (dtype, shape) in expected.items():
-        saved = manifest.tensors.get(f"model/{name}")
+    saved_state = trainer.parts.state.saved()
+    keys = {f"model/{n}": (e.spec.dtype, tuple(e.pieces.shape)) for n, e in saved_state}
+    for head, tensors in (("model", trainer.parts.unused), ("buffer", trainer.parts.id_state)):
+        for name, tensor in tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            keys[f"{head}/{name}"] = dtype, tuple(tensor.shape)
+    for key, (dtype, shape) in keys.items():
+        name, saved = key.partition("/")[2], manifest.tensors.get(key)
         if saved is None:
             yield f"{name} is missing in the checkpoint"
         elif saved.shape != shape:
@@ -50,7 +53,8 @@ def _model(trainer: Trainer, manifest: CheckpointManifest) -> Iterator[str]:
             yield f"{name} has dtype {saved.dtype} in the checkpoint and {dtype} in the model"
     for key in manifest.tensors:
         head, _, name = key.partition("/")
-        if head == "model" and name not in expected:
+        managed = head == "buffer" and ".managed_ids." in name
+        if (head == "model" or managed) and key not in keys:
             yield f"the model has no tensor {format_key(name)} of the checkpoint"
 
 

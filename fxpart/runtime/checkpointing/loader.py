@@ -188,6 +188,8 @@ class _CheckpointLoader:
                 self._fill(key, region_of(entry.pieces, mesh_rank), copy)
         for name, tensor in self._trainer.parts.unused.items():
             self._fill(f"model/{name}", make_full_region(tuple(tensor.shape)), tensor)
+        for name, tensor in self._trainer.parts.id_state.items():
+            self._fill(f"buffer/{name}", make_full_region(tuple(tensor.shape)), tensor)
         self._last_read = None
 
     def _restore_optimizer_state(self) -> None:

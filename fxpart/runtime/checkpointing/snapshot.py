@@ -123,6 +123,8 @@ class _SnapshotBuilder:
         if 0 in self._trainer.transport.local:
             for name, tensor in self._trainer.parts.unused.items():
                 self._add_whole(0, f"model/{name}", tensor)
+            for name, tensor in self._trainer.parts.id_state.items():
+                self._add_whole(0, f"buffer/{name}", tensor)
 
     def optimizer(self) -> None:
         """Add the state of every parameter, and the groups."""

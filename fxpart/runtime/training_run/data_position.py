@@ -39,12 +39,13 @@ class DataPosition:
         self._start: dict[str, Any] = {}
         self._source: Any = None
         self._saved: Mapping[str, Any] | None = None
+        self._held: dict[str, Any] | None = None  # the state before batches were read ahead
         self._full = 0  # batches of the last complete epoch
         self._resumed = False  # in this epoch
 
     def __iter__(self) -> Iterator[Any]:
         """Return the remaining batches of this epoch."""
-        saved, self._saved = self._saved, None
+        saved, self._saved, self._held = self._saved, None, None
         is_partial = saved is not None and self.used > 0
         if saved is not None:
             random_state.restore_generator_states(
@@ -74,15 +75,26 @@ class DataPosition:
                 f"resumed had {self._full}: the data has changed",
                 stacklevel=4,
             )
-        self._full, self._resumed = self.used, False
+        self._full, self._resumed, self._held = self.used, False, None
         self.epoch, self.used = self.epoch + 1, 0
+
+    def pair(
+        self, groups: Iterator[list[Any]], *, ahead: bool
+    ) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Yield the batches of each update with those of the next one, read ahead; else with none.
+
+        :meth:`state` is the one before they were read.
+        """
+        group = next(groups, None)
+        while group is not None:
+            self._held = self._describe_now() if ahead and self._records else None
+            following = next(groups, None) if ahead else None
+            yield group, following or []
+            group = following if ahead else next(groups, None)
 
     def state(self) -> dict[str, Any]:
         """Return the state for :meth:`load`, as plain values, after an update."""
-        now = {
-            "random": random_state.capture_generator_states(),
-            "parts": _states(_parts(self._source)),
-        }
+        now = self._held or self._describe_now()
         start = self._start or now
         return {
             "epoch": self.epoch, "used": self.used, "start": start, "now": now,
@@ -97,6 +109,12 @@ class DataPosition:
         self._full, self._resumed = state.get("full", 0), True
 
     # -- inner ----------------------------------------------------------------------------------
+
+    def _describe_now(self) -> dict[str, Any]:
+        return {
+            "random": random_state.capture_generator_states(),
+            "parts": _states(_parts(self._source)),
+        }
 
     def _make_source(self) -> Iterable[Any]:
         given = self._given
