@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Pool
-from sparse_models import OPTIMIZERS, ROWS, batch, model
-from test_sparse_rows import made
+from sparse_models import OPTIMIZERS, ROWS, batch, made, model
 
 from fxpart.errors import FxpartError
 from fxpart.optim import ManagedIds

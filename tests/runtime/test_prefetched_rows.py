@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from ranks import Pool
-from sparse_models import OPTIMIZERS, batch, program
-from test_sparse_rows import SENT
+from sparse_models import SENT, batch, program
 
 from fxpart.errors import FxpartError
 
-OPTIMIZERS["momentum"] = partial(torch.optim.SGD, lr=0.05, momentum=0.9)  # changes other rows too
 WAYS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "data": (2, (("mesh", "dp=2"), ("stages", 1))),
     "recomputed": (2, (("mesh", "dp=2"), ("stages", 1), ("recompute", "full"))),

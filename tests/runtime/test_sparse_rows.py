@@ -14,9 +14,11 @@ from ranks import Pool
 from sparse_models import (
     OPTIMIZERS,
     ROWS,
+    WAYS,
     Clicks,
     alone,
     batch,
+    made,
     model,
     program,
     step_alone,
@@ -31,27 +33,7 @@ from fxpart.runtime.embedding_tables.sparse_gradient_parts import (
     merge_parts,
 )
 
-DATA = (("input:*", "dp:S(0)"),)
-ROWS_OF = {axis: tuple((name, f"{axis}:S(0)") for name in ROWS) for axis in ("dp", "tp")}
 ROWS_READ = ("bags", "ids")  # inputs
-SENT = DATA + ROWS_OF["dp"]
-# name -> ranks, annotations, constraints
-WAYS: dict[str, tuple[int, tuple[Any, ...], tuple[Any, ...]]] = {
-    "stages": (2, (), (("stages", 2),)),
-    "data": (2, (), (("mesh", "dp=2"), ("stages", 1))),
-    "data, zero 1": (2, (), (("mesh", "dp=2"), ("stages", 1), ("zero", 1))),
-    "data, zero 2": (2, (), (("mesh", "dp=2"), ("stages", 1), ("zero", 2))),
-    "data and stages": (4, (), (("mesh", "dp=2"), ("stages", 2))),
-    "rows": (2, ROWS_OF["tp"], (("mesh", "tp=2"), ("stages", 1))),
-    "data and rows": (4, DATA + ROWS_OF["tp"], (("mesh", "dp=2,tp=2"), ("stages", 1))),
-    "rows sent": (2, SENT, (("mesh", "dp=2"), ("stages", 1))),
-    "rows sent, stages": (4, SENT, (("mesh", "dp=2"), ("stages", 2))),
-}
-
-
-def made(way: str, optimizer: str, **options: Any) -> Any:
-    ranks, cuts, constraints = WAYS[way]
-    return program(optimizer, ranks, cuts, constraints, **options)
 
 
 @pytest.mark.slow

@@ -20,6 +20,24 @@ OPTIMIZERS: dict[str, Any] = {
     "sparseadam": partial(torch.optim.SparseAdam, lr=0.1),
     "rowwise": partial(RowWiseAdagrad, lr=0.3),
 }
+# It changes other rows than those that a batch reads.
+MOMENTUM = {"momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9)}
+
+DATA = (("input:*", "dp:S(0)"),)
+ROWS_OF = {axis: tuple((name, f"{axis}:S(0)") for name in ROWS) for axis in ("dp", "tp")}
+SENT = DATA + ROWS_OF["dp"]
+# name -> ranks, annotations, constraints
+WAYS: dict[str, tuple[int, tuple[Any, ...], tuple[Any, ...]]] = {
+    "stages": (2, (), (("stages", 2),)),
+    "data": (2, (), (("mesh", "dp=2"), ("stages", 1))),
+    "data, zero 1": (2, (), (("mesh", "dp=2"), ("stages", 1), ("zero", 1))),
+    "data, zero 2": (2, (), (("mesh", "dp=2"), ("stages", 1), ("zero", 2))),
+    "data and stages": (4, (), (("mesh", "dp=2"), ("stages", 2))),
+    "rows": (2, ROWS_OF["tp"], (("mesh", "tp=2"), ("stages", 1))),
+    "data and rows": (4, DATA + ROWS_OF["tp"], (("mesh", "dp=2,tp=2"), ("stages", 1))),
+    "rows sent": (2, SENT, (("mesh", "dp=2"), ("stages", 1))),
+    "rows sent, stages": (4, SENT, (("mesh", "dp=2"), ("stages", 2))),
+}
 
 
 class Clicks(nn.Module):
@@ -83,7 +101,7 @@ def program(
     return fxpart.compile(
         fxpart.annotate(made, dict(cuts)) if cuts else made, f"local:{ranks}",
         example_inputs=batch(0, dtype=made.first.dtype), microbatches=4,
-        optimizer=OPTIMIZERS.get(optimizer, optimizer), constraints=given,
+        optimizer=(OPTIMIZERS | MOMENTUM).get(optimizer, optimizer), constraints=given,
     )  # fmt: skip
 
 
@@ -126,3 +144,9 @@ def trained(made: Program, seeds: Sequence[int], **how: Any) -> dict[str, torch.
         return found
     finally:
         trainer.close()
+
+
+def made(way: str, optimizer: str, **options: Any) -> Program:
+    """The program of one of the plans of WAYS."""
+    ranks, cuts, constraints = WAYS[way]
+    return program(optimizer, ranks, cuts, constraints, **options)
