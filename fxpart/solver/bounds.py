@@ -44,6 +44,7 @@ def cheap_bounds(
         min(fsum(load[k][b] for b in unit) for k in kinds) for unit in list_units(problem)
     )
     shared = fsum(best) / rate if rate else 0.0
+    fill += problem.once
     return {"work over speed": fill + shared, "largest unit": fill + largest}
 
 

@@ -10,17 +10,45 @@ in parallel, pipelined, and distributed computing", 1992, turned into a certific
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from fxpart.solver.suffix_dp import SolverTimeout, SuffixProgram
 from fxpart.solver.tables import Floats
+from fxpart.solver.work import SolverTimeout
+
+Stages = TypeVar("Stages")
 
 EXACT = 1e-9  # relative difference below which two step times are equal
-_SNAP_LIMIT = 4_000_000  # most loads of one kind of device that are sorted
+_SNAP_LIMIT = 40_000_000  # most loads that are sorted
+
+
+@dataclass(frozen=True)
+class ThresholdSolution(Generic[Stages]):
+    """Stages with the least ``total`` (sum of t_s) under a threshold; load: the longest."""
+
+    total: float
+    load: float
+    stages: Stages
+
+
+class ThresholdProgram(Protocol[Stages]):
+    """A dynamic program with a threshold on the loads of all stages."""
+
+    def below(self, threshold: float, *, longest: bool = False) -> ThresholdSolution[Stages] | None:
+        """Return the stages with the minimum total without loads over ``threshold``, or None.
+
+        longest: with the minimum longest load, which is then their total. Raises
+        :class:`SolverTimeout`.
+        """
+        ...
+
+    def loads(self, low: float, high: float) -> Floats | None:
+        """Return every load strictly between low and high, sorted and distinct; None: too many."""
+        ...
 
 
 @dataclass(order=True)
@@ -33,16 +61,12 @@ class _LoadInterval:
     total: float
 
 
-class StepTimeMinimizer:
-    """Minimizer of the two-part objective over a :class:`SuffixProgram`; ``lower`` is always
-    proven."""
+class StepTimeMinimizer(Generic[Stages]):
+    """Minimizer of the two-part objective over a program; ``lower`` is always proven."""
 
-    def __init__(
-        self, layers: SuffixProgram, found: Callable[[list[int]], float], lower: float = 0.0
-    ) -> None:
-        """found: receives the first units of a solution, returns the step time to beat,."""
-        self.layers, self.found, self.lower = layers, found, lower
-        self.stages = 0  # of the last solution
+    def __init__(self, program: ThresholdProgram[Stages], found: Callable[[Stages], float]) -> None:
+        """found: receives the stages of a solution, returns the step time to beat."""
+        self.program, self.found, self.lower = program, found, 0.0
         self._settled, self._spans = inf, list[_LoadInterval]()
         self._loads: Floats | None = None
 
@@ -56,23 +80,19 @@ class StepTimeMinimizer:
         target = self._open()
         left = inf if runs is None else runs
         while self._spans and self._spans[0].bound < target * (1 - gap) and left > 0:
-            target = min(target, self._split(heapq.heappop(self._spans), target * (1 - gap)))
+            target = min(target, self._split(heapq.heappop(self._spans), target))
             left -= 1
-        beaten = min(self._settled, target * (1 - gap)) if target < inf else self._settled
-        self.lower = max(self.lower, min(beaten, self._least_open()))
+        self.lower = max(self.lower, min(self._settled, target, self._least_open()))
         return self.lower
 
     def _open(self) -> float:
         """Do the first runs: the minimum longest load, the minimum sum, and the sum under that
         load."""
-        layers = self.layers
-        h = layers.run(inf, longest=True)
-        stages, low = layers.best(h)
-        self.stages = stages if low < inf else 0
-        if low == inf:
+        shortest = self.program.below(inf, longest=True)
+        if shortest is None:
             self.lower = inf
             return inf
-        target = self.found(layers.walk(h, stages, inf, longest=True)[0])
+        low, target = shortest.total, self.found(shortest.stages)
         high, total, target = self._probe(inf, target)
         self.lower = max(self.lower, low + total)
         _, _, target = self._probe(low, target)
@@ -81,15 +101,12 @@ class StepTimeMinimizer:
 
     def _probe(self, threshold: float, target: float) -> tuple[float, float, float]:
         """Do one run: return the load and the sum of its solution, and the step time to beat."""
-        h = self.layers.run(threshold)
-        stages, total = self.layers.best(h)
-        if total == inf:
+        one = self.program.below(threshold)
+        if one is None:
             return inf, inf, target
-        self.stages = stages
-        units, load = self.layers.walk(h, stages, threshold)
         # every other solution with a longest load in [load, threshold] sums to at least total
-        self._settled = min(self._settled, total + load)
-        return load, total, min(target, self.found(units))
+        self._settled = min(self._settled, one.total + one.load)
+        return one.load, one.total, min(target, self.found(one.stages))
 
     def _split(self, span: _LoadInterval, target: float) -> float:
         """Probe the middle of a span and push the parts that may still beat ``target``."""
@@ -108,8 +125,8 @@ class StepTimeMinimizer:
 
     def _push(self, low: float, high: float, total: float) -> None:
         """Push a span if a stage may have a load inside it."""
-        if self._loads is None and self.layers.exact and self.layers.units**2 <= _SNAP_LIMIT:
-            self._loads = self.layers.loads(low, high)
+        if self._loads is None:
+            self._loads = self.program.loads(low, high)
         least = low
         if self._loads is not None:
             place = int(np.searchsorted(self._loads, low, side="right"))
@@ -127,3 +144,17 @@ class StepTimeMinimizer:
 
     def _least_open(self) -> float:
         return self._spans[0].bound if self._spans else inf
+
+
+def sort_loads(tables: Iterable[Floats], low: float, high: float) -> Floats | None:
+    """Return the distinct loads strictly between low and high, sorted; None if they are too many.
+
+    tables: of all stages that a program may use.
+    """
+    within, left = [np.zeros(0)], _SNAP_LIMIT
+    for table in tables:
+        left -= table.size
+        if left < 0:
+            return None
+        within.append(table[(table > low) & (table < high)])
+    return np.unique(np.concatenate(within))

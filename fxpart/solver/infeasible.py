@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from fxpart.errors import Problem
+from fxpart.solver.bounds import list_units
 from fxpart.solver.evaluation import StagePeakMemory
 from fxpart.solver.objective import PartitionScorer
 from fxpart.solver.problem import PartitionProblem
@@ -16,9 +17,7 @@ from fxpart.solver.remedies import (
     find_fixes,
     format_byte_count,
 )
-from fxpart.solver.search import PartitionRecord, PartitionSearch
-from fxpart.solver.suffix_dp import SolverTimeout
-from fxpart.solver.work import work_seconds
+from fxpart.solver.work import SolverTimeout, work_seconds
 
 
 def explain_infeasible(
@@ -32,7 +31,7 @@ def explain_infeasible(
     exist or ``time_limit`` (seconds) was too short to decide.
     """
     deadline = work_seconds() + time_limit
-    pieces = PartitionSearch(problem, PartitionRecord(problem), deadline).tables.units
+    pieces = len(list_units(problem))
     most = min(pieces, problem.max_stages)
     if problem.min_stages > most:
         return (_too_few_pieces(problem, pieces),)

@@ -9,15 +9,17 @@ from typing import TypeVar
 import msgspec
 
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
+from fxpart.solver.bounds import list_units
 from fxpart.solver.evaluation import ChoiceEvaluation, StagePeakMemory
 from fxpart.solver.greedy import first_choices
 from fxpart.solver.interpolation import interpolate
+from fxpart.solver.joint.feasibility import find_fitting
 from fxpart.solver.joint.problem import JointProblem
 from fxpart.solver.objective import PartitionEvaluation, PartitionScorer
 from fxpart.solver.offload import with_offload
 from fxpart.solver.problem import DeviceLimit, PartitionChoice, PartitionProblem, Variant
-from fxpart.solver.search import PartitionRecord, PartitionSearch
-from fxpart.solver.suffix_dp import SolverTimeout
+from fxpart.solver.search import PartitionStages
+from fxpart.solver.work import SolverTimeout
 
 # extra memory is found up to this fraction of the largest device's memory; at least 1 exactly
 _FINE = 1000
@@ -127,7 +129,7 @@ def format_byte_count(size: int, *, up: bool = False) -> str:
 
 def find_feasible_choice(problem: PartitionProblem, deadline: float) -> PartitionChoice | None:
     """Return any choice that fits, or None if there is none. Raise :class:`SolverTimeout`."""
-    return PartitionSearch(problem, PartitionRecord(problem), deadline).feasible()
+    return find_fitting(PartitionStages(problem), deadline)[0]
 
 
 def extra_memory(problem: PartitionProblem, deadline: float) -> tuple[int, PartitionChoice]:
@@ -178,7 +180,7 @@ def enough_stages(problem: PartitionProblem, deadline: float) -> int | None:
     Additional devices equal the last one. More allowed stages are never worse, so bisection is
     exact.
     """
-    units = PartitionSearch(problem, PartitionRecord(problem), deadline).tables.units
+    units = len(list_units(problem))
     more = find_least_sufficient(
         lambda k: (
             find_feasible_choice(with_stages(problem, problem.max_stages + k), deadline) is not None

@@ -1,26 +1,30 @@
-"""Branch and bound over variants, schedules and ranges of stage counts, around the DP.
+"""The candidate stages of a chain on devices in a fixed order, and the search of the best cuts.
 
-A branch whose bound cannot beat the best known plan is dropped. A range of stage counts is halved
-only if devices differ and the relaxation over the range leaves a gap.
+An option of a stage is a device and a mode of recomputation. Devices with equal costs, memory and
+links are one group; the first stage has a group of its own, because it receives nothing.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
+import numpy as np
+
 from fxpart.solver.bounds import cheap_bound
-from fxpart.solver.dp import EXACT, StepTimeMinimizer
+from fxpart.solver.joint.arrays import Floats
+from fxpart.solver.joint.dp import BranchCosts, SearchBranch
+from fxpart.solver.joint.multipliers import find_totals
+from fxpart.solver.joint.search import JointSearch
+from fxpart.solver.joint.stage_tables import SearchScope, StageEntries, StageTables
 from fxpart.solver.objective import PartitionScorer
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
+from fxpart.solver.schedule_costs import get_fill_fraction, splits_backward
 from fxpart.solver.solution import Record
-from fxpart.solver.suffix_dp import SolverTimeout, SuffixProgram
 from fxpart.solver.tables import PartitionTables
+from fxpart.solver.work import work_seconds
 
-_RELAXED_RUNS = 6  # runs on a relaxation before its range of stage counts is halved
 _REFINED = 10  # alternatives that are refined; the best of them are reported
 _REFINED_GAP = 1e-3  # gap of the refinement
 
@@ -39,140 +43,142 @@ class PartitionRecord(Record[PartitionChoice]):
         return len(choice.starts), m, choice.schedule
 
 
-@dataclass(order=True)
-class _Branch:
-    """Choices of one variant and schedule with ``low`` to ``high`` stages, none below ``bound``."""
+class PartitionStages(StageTables[PartitionChoice]):
+    """The entries of a partition problem; the options of a scope are those of one variant."""
 
-    bound: float
-    order: tuple[int, int, int]
-    low: int = field(compare=False)
-    high: int = field(compare=False)
+    runs: PartitionTables
 
+    def __init__(self, problem: PartitionProblem) -> None:
+        """Sum the costs that do not depend on the variant."""
+        self.problem, self.runs = problem, PartitionTables(problem)
+        self.devices = np.array([len(problem.devices)], dtype=np.int64)
+        later = self.runs.kinds[1:]
+        self._groups = [0, *sorted(set(later))]  # the first device of each
+        self._of = [0, *(self._groups.index(kind, 1) for kind in later)]
+        self._each = len(self._groups) * max(1, len(problem.recompute))  # options of a variant
 
-class PartitionSearch:
-    """Solves one problem by dynamic programs; ``bound`` is always proven."""
-
-    def __init__(self, problem: PartitionProblem, record: PartitionRecord, deadline: float) -> None:
-        """record: stores the choices found. deadline: a ``work_seconds()`` value."""
-        self.problem, self.record, self.deadline = problem, record, deadline
-        self.tables = PartitionTables(problem)
-        self._closed = inf  # minimum bound of the completed branches
-        low, high = problem.min_stages, min(problem.max_stages, self.tables.units)
-        self._open = [
-            _Branch(cheap_bound(problem, v, high, problem.schedules[s]), (v, s, low), low, high)
-            for v in range(len(problem.variants))
-            for s in range(len(problem.schedules))
+    def scopes(self) -> list[tuple[float, SearchScope]]:
+        """Return the scopes by variant and schedule."""
+        problem = self.problem
+        low, high = problem.min_stages, min(problem.max_stages, self.runs.units)
+        return [
+            (
+                cheap_bound(problem, v, high, schedule),
+                SearchScope(
+                    one.microbatches,
+                    schedule,
+                    np.arange(v * self._each, (v + 1) * self._each),
+                    low,
+                    high,
+                ),
+            )
+            for v, one in enumerate(problem.variants)
+            for schedule in problem.schedules
             if low <= high
         ]
-        heapq.heapify(self._open)
-        self._roots = sorted(self._open)
 
-    @property
-    def bound(self) -> float:
-        """Return a lower bound in seconds on all choices; infinite if nothing fits."""
-        least = self._open[0].bound if self._open else inf
-        return min(least, self._closed, self.record.seconds)
+    def list_groups(self, entries: StageEntries, stage: int) -> tuple[int, ...] | None:
+        """Return the group of the stage's device; None if all after the first are of one."""
+        return None if len(self._groups) < 3 else (self._of[stage],)
 
-    def prove(self) -> bool:
-        """Search until the best choice is proven, or the deadline; return whether it is proven."""
-        while self._open and self._open[0].bound < self._target():
-            branch = heapq.heappop(self._open)
-            try:
-                exact = self._minimize(branch)
-            except SolverTimeout:
-                heapq.heappush(self._open, branch)
-                return False
-            if exact or branch.bound >= self._target():
-                self._closed = min(self._closed, branch.bound)
-                continue
-            self._halve(branch)
-        return True
+    def choice(
+        self, scope: SearchScope, starts: Sequence[int], options: Sequence[int]
+    ) -> PartitionChoice:
+        """Return the choice; the modes of recomputation follow from it."""
+        variant = int(scope.options[0]) // self._each
+        return PartitionChoice(variant=variant, schedule=scope.schedule, starts=tuple(starts))
 
-    def feasible(self) -> PartitionChoice | None:
-        """Return any choice that fits, or None if there is none. Raise :class:`SolverTimeout`."""
-        while self._open:
-            branch = heapq.heappop(self._open)
-            layers = self._layers(branch.order, branch.low, branch.high)
-            if self._fit(branch.order, layers):
-                if self.record.choice is not None:
-                    return self.record.choice
-                self._halve(branch)
-        return None
+    def path(
+        self, scope: SearchScope, choice: PartitionChoice
+    ) -> list[tuple[int, int, int, int]] | None:
+        """Return the first block of each stage, on one device of the only pool."""
+        if (choice.variant, choice.schedule) != (scope.options[0] // self._each, scope.schedule):
+            return None
+        return [(start, 0, 1, -1) for start in choice.starts]
 
-    def refine(self) -> None:
-        """Refine the promising choices of other kinds, while time is left."""
-        ranked: list[tuple[float, tuple[int, int, int]]] = []
-        try:
-            for root in self._roots:
-                ranked.sort()
-                if len(ranked) >= _REFINED and ranked[_REFINED - 1][0] <= root.bound:
-                    break
-                layers = self._layers(root.order, root.low, root.high)
-                least = layers.run(inf, longest=True)[:, 0] + layers.run(inf)[:, 0]
-                ranked.extend(
-                    (float(least[s]), (*root.order[:2], s))
-                    for s in range(root.low, root.high + 1)
-                    if least[s] < inf
-                )
-            for _, order in sorted(ranked)[:_REFINED]:
-                layers = self._layers(order, order[2], order[2])
-                own = _PartitionIncumbent(partial(self._found, order))
-                StepTimeMinimizer(layers, own.found).minimize(gap=_REFINED_GAP)
-        except SolverTimeout:
+    def entries(self, scope: SearchScope, best: float) -> StageEntries:
+        """Return the candidate stages of plans that take at most ``best`` seconds."""
+        fill = get_fill_fraction(scope.schedule, scope.microbatches, scope.low)
+        split = splits_backward(scope.schedule)
+        costs = self.runs.variant(int(scope.options[0]) // self._each, split=split)
+        columns = []
+        used = {0, *self._of[: scope.high]}
+        left = self._remaining(scope)
+        for group in sorted(used):
+            rows = slice(0, 1) if group == 0 else slice(1, None)
+            modes = costs.stage(self._groups[group], fill).modes
+            for mode, table in enumerate(modes):
+                least = table.load[rows] + table.seconds[rows] + left[rows]
+                first, width = np.nonzero((least <= best * (1 + 1e-9)) & (table.flights[rows] >= 1))
+                first += rows.start
+                option = scope.options[group * len(modes) + mode]
+                columns.append((
+                    np.full(len(first), option),
+                    self.runs.band[first, width],
+                    np.full(len(first), group),
+                    table.seconds[first, width],
+                    table.load[first, width],
+                    table.flights[first, width],
+                ))  # fmt: skip
+        size = np.ones(len(self._groups), dtype=np.int64)
+        return StageEntries.sort(columns, size - 1, size)
+
+    def sharper(self, entries: StageEntries, scope: SearchScope, best: float) -> StageEntries:
+        """Filter entries once a faster plan is known."""
+        left = self._remaining(scope).ravel()[entries.cls]
+        return entries.keep(entries.load + entries.filling + left <= best * (1 + 1e-9))
+
+    def _remaining(self, scope: SearchScope) -> Floats:
+        """Return the least filling of the blocks outside each interval."""
+        one = self.problem.variants[int(scope.options[0]) // self._each]
+        fill = get_fill_fraction(scope.schedule, scope.microbatches, scope.low)
+        kinds = sorted({device.type for device in self.problem.devices[: scope.high]})
+        least = fill * np.min([np.add(one.forward[k], one.backward[k]) for k in kinds], axis=0)
+        return float(least.sum()) - self.runs.additive(least)
+
+
+class _KindIncumbent:
+    """The minimum step time among the choices of one kind; ``record`` stores them."""
+
+    def __init__(self, record: PartitionRecord) -> None:
+        self._record, self.seconds = record, inf
+
+    def add(self, choice: PartitionChoice) -> float:
+        """Record a choice; return its seconds, or infinity."""
+        seconds = self._record.add(choice)
+        self.seconds = min(self.seconds, seconds)
+        return seconds
+
+
+def search(tables: PartitionStages, record: PartitionRecord, deadline: float) -> float:
+    """Record the best choice and good ones of other kinds; return the proven bound in seconds."""
+    search = JointSearch(tables, record, deadline)
+    if search.prove():
+        _refine(tables, record, deadline)
+    return search.bound
+
+
+def _refine(tables: PartitionStages, record: PartitionRecord, deadline: float) -> None:
+    """Refine the promising choices of other kinds, while time is left."""
+    ranked: list[tuple[float, int, SearchScope]] = []
+    for bound, root in sorted(tables.scopes(), key=lambda pair: pair[0]):
+        ranked.sort(key=lambda one: one[:2])
+        if len(ranked) >= _REFINED and ranked[_REFINED - 1][0] <= bound:
+            break
+        if work_seconds() > deadline:
             return
-
-    def _halve(self, branch: _Branch) -> None:
-        assert branch.low < branch.high, "a single number of stages is never relaxed"
-        middle = (branch.low + branch.high) // 2
-        for low, high in ((branch.low, middle), (middle + 1, branch.high)):
-            half = _Branch(branch.bound, (*branch.order[:2], low), low, high)
-            heapq.heappush(self._open, half)
-
-    def _target(self) -> float:
-        return self.record.seconds * (1 - EXACT)
-
-    def _minimize(self, branch: _Branch) -> bool:
-        """Raise the branch's bound; return whether the cost of its best choice is proven."""
-        layers = self._layers(branch.order, branch.low, branch.high)
-        minimizer = StepTimeMinimizer(layers, partial(self._found_best, branch.order), branch.bound)
-        try:
-            minimizer.minimize(runs=None if layers.exact else _RELAXED_RUNS)
-            if self.record.choice is None and minimizer.stages:
-                # the solution of the relaxation does not fit: search this number of stages exactly
-                alone = self._layers(branch.order, minimizer.stages, minimizer.stages)
-                self._fit(branch.order, alone)
-        finally:
-            branch.bound = max(branch.bound, minimizer.lower)
-        return layers.exact
-
-    def _fit(self, order: tuple[int, int, int], layers: SuffixProgram) -> bool:
-        """Record the split with the smallest longest load; return whether there is one."""
-        h = layers.run(inf, longest=True)
-        stages, least = layers.best(h)
-        if least < inf:
-            self._found(order, layers.walk(h, stages, inf, longest=True)[0])
-        return least < inf
-
-    def _layers(self, order: tuple[int, int, int], low: int, high: int) -> SuffixProgram:
-        schedule = self.problem.schedules[order[1]]
-        return SuffixProgram(self.tables, order[0], schedule, low, high, self.deadline)
-
-    def _found(self, order: tuple[int, int, int], units: list[int]) -> float:
-        schedule = self.problem.schedules[order[1]]
-        return self.record.add(self.tables.choice(order[0], schedule, units))
-
-    def _found_best(self, order: tuple[int, int, int], units: list[int]) -> float:
-        self._found(order, units)
-        return self.record.seconds
-
-
-class _PartitionIncumbent:
-    """The minimum step time among the choices of one kind."""
-
-    def __init__(self, found: Callable[[list[int]], float]) -> None:
-        self._found, self._seconds = found, inf
-
-    def found(self, units: list[int]) -> float:
-        """Record a choice; return the minimum seconds so far."""
-        self._seconds = min(self._seconds, self._found(units))
-        return self._seconds
+        branch = SearchBranch(tables, tables.entries(root, inf), root)
+        loads = BranchCosts(branch, inf, branch.entries.load)
+        totals = zip(
+            find_totals(branch, BranchCosts(branch, inf)),
+            find_totals(branch, loads, np.maximum),
+            strict=True,
+        )
+        ranked += [
+            (filling + load, len(ranked) + count, replace(root, low=count, high=count))
+            for count, (filling, load) in enumerate(totals)
+            if count >= root.low and filling + load < inf
+        ]
+    for least, _, scope in sorted(ranked, key=lambda one: one[:2])[:_REFINED]:
+        own = _KindIncumbent(record)
+        JointSearch(tables, own, deadline, scopes=[(least, scope)], gap=_REFINED_GAP).prove()

@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 Number = TypeVar("Number", np.float64, np.int64)
 # device type, memory, latency, seconds per byte, and the latter two for tied gradients
 Kind = tuple[int, int, float, float, float, float]
-StageKey = tuple[tuple[int, ...], float]  # devices and filling of a stage table
+StageKey = tuple[int, float]  # device and filling of a stage table
 Rectangle = tuple[int, int, int, int]  # first in [low, high], last in [from, to], inclusive
 
 _KEEP = 2**28  # bytes of cached stage tables, at least four tables
@@ -52,20 +52,12 @@ class StageCostTable:
         """Return the tables of all modes of recomputation."""
         return (self, *self.others)
 
-    def joined(self, other: StageCostTable) -> StageCostTable:
-        """Return the better of both, entry by entry: a relaxation of either."""
-        return StageCostTable(
-            np.minimum(self.seconds, other.seconds),
-            np.minimum(self.load, other.load),
-            np.maximum(self.flights, other.flights),
-            tuple(a.joined(b) for a, b in zip(self.others, other.others, strict=True)),
-        )
-
 
 class UnitBands:
     """Units of blocks that no cut divides, and bands over all intervals of units.
 
-    firsts, lasts: the first and last block of each unit. valid: entries that exist.
+    firsts, lasts: the first and last block of each unit. valid: entries that exist. band: the class
+    of each interval, ``count`` where there is none: here every interval is a class of its own.
     """
 
     def __init__(self, blocks: int, fused: Iterable[int]) -> None:
@@ -80,6 +72,16 @@ class UnitBands:
         span = np.arange(self.units)
         self._end = np.minimum(span[:, None] + span[None, :], self.units - 1)
         self.valid = span[:, None] + span[None, :] < self.units
+        self.unit_of = np.repeat(span, self.lasts - self.firsts + 1)
+        self.count = self.units**2
+        self.band = np.where(
+            self.valid, np.arange(self.count).reshape(self.valid.shape), self.count
+        )
+
+    def holding(self, block: int) -> NDArray[np.bool_]:
+        """Return which intervals contain a block, as a band."""
+        unit, span = int(self.unit_of[block]), np.arange(self.units)
+        return (span[:, None] <= unit) & (span[:, None] + span[None, :] >= unit)
 
     def to_band(self, full: NDArray[Number]) -> NDArray[Number]:
         """Return a table over (first block, last block) as a band over units."""
@@ -162,6 +164,13 @@ class PartitionTables(UnitBands):
             self._variants[key] = VariantTables(self, *key)
         return self._variants[key]
 
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Return per device the first device with equal costs and memory: they share a table."""
+        first = dict[Kind, int]()
+        devices = range(len(self.problem.devices))
+        return tuple(first.setdefault(_kind(self.problem, k), k) for k in devices)
+
     def make_room(self) -> None:
         """Drop the oldest stage tables of all variants until another fits in the budget."""
         each = 24 * len(self.problem.recompute) * self.units**2
@@ -210,34 +219,12 @@ class VariantTables:
         most = tables.to_band(largest(np.array(workspace, dtype=np.int64)))
         return each, tables.state_bytes + most
 
-    @cached_property
-    def kinds(self) -> tuple[int, ...]:
-        """Return per device the first device with equal costs and memory: they share a table."""
-        first = dict[Kind, int]()
-        devices = range(len(self.tables.problem.devices))
-        return tuple(first.setdefault(_kind(self.tables.problem, (k,)), k) for k in devices)
-
     def stage(self, device: int, fill: float = 1.0) -> StageCostTable:
         """Return the table of stages on one device. fill: the schedule's."""
-        return self.table((self.kinds[device],), fill)
-
-    def table(self, kinds: tuple[int, ...], fill: float = 1.0) -> StageCostTable:
-        """Return the table of stages on any of the devices: a relaxation of each.
-
-        It is exact for one device. For several of one type it is that of a device with the best of
-        their links and memories; for several types the best of these entry by entry. fill: the
-        schedule's.
-        """
-        key = (kinds, fill)
+        key = (self.tables.kinds[device], fill)
         if key not in self._stages:
-            problem = self.tables.problem
-            types = sorted({problem.devices[k].type for k in kinds})
-            groups = [[k for k in kinds if problem.devices[k].type == kind] for kind in types]
-            table = self.of_kind(_kind(problem, groups[0]), fill)
-            for group in groups[1:]:
-                table = table.joined(self.of_kind(_kind(problem, group), fill))
             self.tables.make_room()
-            self._stages[key] = table
+            self._stages[key] = self.of_kind(_kind(self.tables.problem, key[0]), fill)
             self.tables.kept_tables.append((self._stages, key))
         return self._stages[key]
 
@@ -254,7 +241,7 @@ class VariantTables:
         found = []
         for again, each, standing in self._modes(type_):
             whole = seconds if again is None else seconds + again
-            load = (m - fill) * whole + sync + tables.step[type_]
+            load = (m - fill) * whole + sync + tables.step[type_] + tables.problem.once
             room = memory - standing
             # a stage without activations may have any number in flight
             flights = np.where(each > 0, room // np.maximum(each, 1), np.int64(2**40))
@@ -277,18 +264,11 @@ class VariantTables:
                 yield again, *self._bytes(one.activation, one.workspace)
 
 
-def _kind(problem: PartitionProblem, devices: Sequence[int]) -> Kind:
-    """Return the key of a table, with the best properties of several devices of one type."""
-    each = [problem.devices[k] for k in devices]
-    ties = [get_tied_reduction_link(problem, k) for k in devices]
-    return (
-        each[0].type,
-        max(d.memory for d in each),
-        min(d.latency for d in each),
-        min(d.inverse_bandwidth for d in each),
-        min(latency for latency, _ in ties),
-        min(inverse for _, inverse in ties),
-    )
+def _kind(problem: PartitionProblem, device: int) -> Kind:
+    """Return the key of a device's table."""
+    one = problem.devices[device]
+    tie = get_tied_reduction_link(problem, device)
+    return (one.type, one.memory, one.latency, one.inverse_bandwidth, *tie)
 
 
 def largest(row: Ints) -> Ints:

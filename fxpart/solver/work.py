@@ -11,3 +11,7 @@ import time
 def work_seconds() -> float:
     """Return the CPU seconds of this process, all threads together."""
     return time.process_time()
+
+
+class SolverTimeout(Exception):  # noqa: N818 - a signal between parts of the solver, not a failure
+    """The deadline passed during a run."""

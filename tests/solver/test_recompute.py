@@ -17,13 +17,11 @@ from partition_problems import (
     with_zero_bubble,
 )
 
-from fxpart.errors import FxpartError
 from fxpart.solver.infeasible import explain_infeasible
 from fxpart.solver.objective import PartitionScorer, StageCost, evaluate
 from fxpart.solver.portfolio import solve
 from fxpart.solver.problem import PartitionProblem, without_recompute
 from fxpart.solver.schedule_costs import count_stage_in_flight
-from fxpart.solver.suffix_dp import _AdmittedCosts
 from fxpart.solver.tables import PartitionTables
 
 SEEDS = range(250)
@@ -84,13 +82,13 @@ def test_more_modes_are_never_slower() -> None:
 
 def test_tables_have_the_fastest_mode_that_fits() -> None:
     for seed in range(60):
-        problem = replace(problem_of(seed), once=0.0)
+        problem = problem_of(seed)
         tables, scorer = PartitionTables(problem), PartitionScorer(problem)
         for v, one in enumerate(problem.variants):
             table = tables.variant(v).stage(len(problem.devices) - 1)
-            costs = _AdmittedCosts(table, inf, longest=False)
             for flying in (1, 2, 4):
-                found = costs.at(flying)
+                modes = [np.where(t.flights < flying, inf, t.seconds) for t in table.modes]
+                found = np.min(modes, axis=0)
                 for i, w in np.ndindex(found.shape):
                     if i + w >= tables.units:
                         assert found[i, w] == inf
@@ -165,10 +163,14 @@ def test_a_large_model_that_fits_only_with_recomputation() -> None:
     assert plain.objective > found.objective
 
 
-def test_cp_sat_refuses_recomputation() -> None:
-    with pytest.raises(FxpartError) as caught:
-        solve(problem_of(0), solver="cp-sat")
-    assert caught.value.code == "FXP109"
+@pytest.mark.slow
+def test_cp_sat_finds_the_same_optimum() -> None:
+    for seed in SEEDS[:40]:
+        problem = problem_of(seed)
+        found, other = solve(problem), solve(problem, solver="cp-sat", time_limit=60)
+        assert other.status == found.status, seed
+        assert other.objective == pytest.approx(found.objective, rel=1e-6), seed
+        assert other.bound <= found.objective * (1 + 1e-9)
 
 
 @pytest.mark.slow

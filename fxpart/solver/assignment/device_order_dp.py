@@ -15,15 +15,15 @@ from math import inf, prod
 import numpy as np
 
 from fxpart.solver.assignment.device_order import DeviceLinks
+from fxpart.solver.dp import ThresholdSolution, sort_loads
 from fxpart.solver.problem import PartitionProblem
 from fxpart.solver.schedule_costs import (
     count_stage_in_flight,
     get_fill_fraction,
     splits_backward,
 )
-from fxpart.solver.suffix_dp import SolverTimeout
 from fxpart.solver.tables import Floats, Kind, PartitionTables, StageCostTable
-from fxpart.solver.work import work_seconds
+from fxpart.solver.work import SolverTimeout, work_seconds
 
 State = tuple[int, ...]  # number of used devices of each class
 Step = tuple[int, int]  # class of a device, and of its successor (-1: irrelevant)
@@ -104,6 +104,7 @@ class DeviceClasses:
                     yield after, (c, following), self.kind(state, c, following)
 
 
+DeviceOrderStages = tuple[list[int], tuple[int, ...]]  # first units and devices
 # by variant, schedule and its filling, and kind
 Known = dict[tuple[int, str, float, Kind], tuple[Floats, Floats, Floats]]
 Key = tuple[State, int]  # second item: required class of the successor (-1: any)
@@ -145,12 +146,7 @@ class _Cell:
 
 
 class DeviceOrderProgram:
-    """One variant, schedule and number of stages, for :class:`~fxpart.solver.dp.StepTimeMinimizer`.
-
-    order: the devices of the last solution that was traced back.
-    """
-
-    exact = True
+    """One variant, schedule and number of stages."""
 
     def __init__(
         self,
@@ -163,7 +159,7 @@ class DeviceOrderProgram:
         known: Known | None = None,
     ) -> None:
         """deadline: a ``work_seconds()`` value. known: shared tables."""
-        self.fleet, self.units, self.stages, self.deadline = fleet, tables.units, stages, deadline
+        self.fleet, self.units, self.deadline = fleet, tables.units, deadline
         m = tables.problem.variants[variant].microbatches
         self._fill = get_fill_fraction(schedule, m, stages)
         self._costs = tables.variant(variant, split=splits_backward(schedule))
@@ -171,10 +167,11 @@ class DeviceOrderProgram:
         self._steps = [fleet.steps(stages, k) for k in range(stages)]
         self._key = (variant, schedule, self._fill)
         self._known = {} if known is None else known
-        self.order: tuple[int, ...] = ()
 
-    def run(self, threshold: float, *, longest: bool = False) -> dict[Key, _Cell]:
-        """Return the minimum sums (or longest loads) of all states; raise SolverTimeout at the
+    def below(
+        self, threshold: float, *, longest: bool = False
+    ) -> ThresholdSolution[DeviceOrderStages] | None:
+        """Return the stages with the minimum sum (or longest load); raise SolverTimeout at the
         deadline."""
         start: Key = (tuple(0 for _ in self.fleet.classes), -1)
         live = {start: _Cell(self.units)}
@@ -196,7 +193,10 @@ class DeviceOrderProgram:
                     _relax(cell, target, known[kind], longest)
             live = {key: cell for key, cell in following.items() if np.isfinite(cell.total).any()}
             cells.update(live)
-        return cells
+        last = min(live, key=lambda key: float(live[key].total[-1]), default=None)
+        if last is None or live[last].total[-1] == inf:
+            return None
+        return self._walk(cells, last)
 
     def _admitted(self, kind: Kind, k: int, threshold: float, longest: bool) -> Floats:
         """Return the costs of the intervals that stage ``k`` may use."""
@@ -211,21 +211,12 @@ class DeviceOrderProgram:
             self._known[key] = _dense(self._costs.of_kind(kind, self._fill))
         return self._known[key]
 
-    def best(self, h: dict[Key, _Cell]) -> tuple[int, float]:
-        """Return the number of stages, and the minimum total."""
-        return self.stages, min((h[key].total[-1] for key in self._last(h)), default=inf)
-
-    def _last(self, h: dict[Key, _Cell]) -> list[Key]:
-        return [key for key in h if sum(key[0]) == self.stages]
-
-    def walk(
-        self, h: dict[Key, _Cell], stages: int, threshold: float, *, longest: bool = False
-    ) -> tuple[list[int], float]:
-        """Return the first units of the best stages, and their longest load; set ``order``."""
-        key: Key = min(self._last(h), key=lambda each: float(h[each].total[-1]))
+    def _walk(self, cells: dict[Key, _Cell], key: Key) -> ThresholdSolution[DeviceOrderStages]:
+        """Return the best stages that end with this state."""
         unit, starts, classes, load = self.units, list[int](), list[int](), 0.0
+        total = float(cells[key].total[-1])
         while unit:
-            cell = h[key]
+            cell = cells[key]
             assert cell.source[unit] >= 0, "the path left the table"
             first = int(cell.first[unit])
             key, step, kind = cell.sources[cell.source[unit]]
@@ -233,17 +224,13 @@ class DeviceOrderProgram:
             starts.append(first)
             classes.append(step[0])
             unit = first
-        self.order = self.fleet.devices(classes[::-1])
-        return starts[::-1], load
+        return ThresholdSolution(total, load, (starts[::-1], self.fleet.devices(classes[::-1])))
 
-    def loads(self, low: float, high: float) -> Floats:
-        """Return every load strictly between low and high that a stage may have, sorted and
-        distinct."""
-        kinds = {
-            kind: None for steps in self._steps for each in steps.values() for _, _, kind in each
-        }
-        rows = [self._dense(kind)[1] for kind in kinds]
-        return np.unique(np.concatenate([x[(x > low) & (x < high)] for x in rows]))
+    def loads(self, low: float, high: float) -> Floats | None:
+        """Return every load strictly between low and high, sorted and distinct; None: too many."""
+        steps = (step for steps in self._steps for each in steps.values() for step in each)
+        kinds = dict.fromkeys(kind for _, _, kind in steps)
+        return sort_loads((self._dense(kind)[1] for kind in kinds), low, high)
 
 
 def _relax(cell: _Cell, target: _Cell, costs: Floats, longest: bool) -> None:

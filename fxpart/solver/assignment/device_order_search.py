@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Sequence
 from itertools import combinations
 from math import inf
-from typing import Any, cast
 
 import msgspec
 
@@ -27,6 +26,7 @@ from fxpart.solver.assignment.device_order import (
 from fxpart.solver.assignment.device_order_dp import (
     DeviceClasses,
     DeviceOrderProgram,
+    DeviceOrderStages,
     FixedDeviceOrder,
     Known,
 )
@@ -36,10 +36,9 @@ from fxpart.solver.objective import evaluate
 from fxpart.solver.portfolio import solve as solve_chain
 from fxpart.solver.problem import PartitionChoice, PartitionProblem
 from fxpart.solver.solution import PROVEN, status_of
-from fxpart.solver.suffix_dp import SolverTimeout
 from fxpart.solver.tables import PartitionTables
 from fxpart.solver.validate import check_problem
-from fxpart.solver.work import work_seconds
+from fxpart.solver.work import SolverTimeout, work_seconds
 
 WORK = 2e8  # sets * classes * units^2 * stages up to which the dynamic program runs
 ROUNDS = 100  # orders that the local search tries
@@ -63,12 +62,6 @@ def solve_orders(
     """
     check_problem(problem)
     check_links(problem, links)
-    if problem.once:  # every stage has this term, so the longest stage has it
-        bare = solve_orders(
-            without_once(problem), links, time_limit=time_limit, work=work, rounds=rounds
-        )
-        more = {"objective": bare.objective + problem.once, "bound": bare.bound + problem.once}
-        return msgspec.structs.replace(bare, **more)
     deadline = work_seconds() + time_limit
     fleet = DeviceClasses(problem, links)
     best = _DeviceOrderIncumbent(problem, links, deadline)
@@ -79,11 +72,6 @@ def solve_orders(
     bound = _ideal_bound(problem, links, time_limit / 4)
     _search(fleet, best, bound, rounds)
     return best.solution(bound, "search")
-
-
-def without_once(problem: PartitionProblem) -> PartitionProblem:
-    """Return the same problem without the per-step seconds that every stage has."""
-    return msgspec.structs.replace(problem, once=0.0)
 
 
 class _DeviceOrderIncumbent:
@@ -118,17 +106,20 @@ class _DeviceOrderIncumbent:
                     with contextlib.suppress(SolverTimeout):
                         self.minimizer(queue, what).minimize(RUNS, NEAR)
 
-    def minimizer(self, fleet: DeviceClasses, what: tuple[int, str, int]) -> StepTimeMinimizer:
+    def minimizer(
+        self, fleet: DeviceClasses, what: tuple[int, str, int]
+    ) -> StepTimeMinimizer[DeviceOrderStages]:
         """Return the branch and bound for one variant, schedule and number of stages."""
         variant, schedule, stages = what
-        layers = DeviceOrderProgram(
+        program = DeviceOrderProgram(
             fleet, self.tables, variant, schedule, stages, self.deadline, self._known
         )
 
-        def found(units: list[int]) -> float:
-            return self.add(layers.order, self.tables.choice(variant, schedule, units))
+        def found(stages: DeviceOrderStages) -> float:
+            units, order = stages
+            return self.add(order, self.tables.choice(variant, schedule, units))
 
-        return StepTimeMinimizer(cast(Any, layers), found)
+        return StepTimeMinimizer(program, found)
 
     def solution(self, bound: float, solver: str) -> DeviceOrderSolution:
         """Return the best solution; ``bound``: proven."""

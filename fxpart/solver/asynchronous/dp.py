@@ -141,7 +141,7 @@ class _AsyncPipelineSearch:
             self.given.weights, count_chain_warmup(kind.stages), m, k
         )
         table = variant.stage(k)
-        busy = table.load + table.seconds + problem.once
+        busy = table.load + table.seconds
         busy = busy + asked.passes * self._passes[device.type]
         bytes_ = variant.standing + (kind.stages - k) * variant.per_flight
         flowing = tables.updating + (kind.stages - k - 1) * variant.per_flight

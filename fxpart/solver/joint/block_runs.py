@@ -28,7 +28,6 @@ class BlockRuns(UnitBands):
         self.problem = problem
         pinned = (block for pin in problem.pins for block in range(pin.first, pin.last))
         super().__init__(len(problem.blocks), {*problem.no_cut_after, *pinned})
-        self.unit_of = np.repeat(np.arange(self.units), self.lasts - self.firsts + 1)
         valid = self.valid & self._uncut()
         columns = [self._sequences(), *self._traffic()]
         ties = self._ties()
@@ -42,18 +41,6 @@ class BlockRuns(UnitBands):
         found = found.T
         self.arrived, self.arrived_fixed, self.messages, self.stored, self.stored_fixed = found[1:6]
         self.contained, self.apart = found[6::2].astype(bool), found[7::2].astype(bool)
-
-    def holding(self, block: int) -> Mask:
-        """Return which runs contain a block, as a band."""
-        unit, span = int(self.unit_of[block]), np.arange(self.units)
-        return (span[:, None] <= unit) & (span[:, None] + span[None, :] >= unit)
-
-    def spread(self, by_class: Ints) -> Ints:
-        """Return numbers by class as a table [first unit, last unit]; the last is for no class."""
-        table = np.full((self.units, self.units), by_class[self.count])
-        first, width = np.nonzero(self.band < self.count)
-        table[first, first + width] = by_class[self.band[first, width]]
-        return table
 
     def _uncut(self) -> Mask:
         """Return runs without a required cut inside; none if a unit itself would have to be cut."""

@@ -82,7 +82,7 @@ class RelaxableConstraints:
         """Return a minimal set of limits that conflict; [] if limits are not the cause.
 
         given_up: limits that are already relaxed. Precondition: nothing fits with all the others.
-        Raises :class:`~fxpart.solver.suffix_dp.SolverTimeout`.
+        Raises :class:`~fxpart.solver.work.SolverTimeout`.
         """
         everything = range(len(self.texts))
         if not self.fit(deadline, everything, change):

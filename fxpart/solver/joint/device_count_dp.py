@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd, inf, prod
+from typing import Any
 
 import numpy as np
 
 from fxpart.solver.joint.arrays import Floats, Ints
 from fxpart.solver.joint.dp import BranchCosts, SearchBranch, StagePath
-from fxpart.solver.suffix_dp import SolverTimeout
-from fxpart.solver.work import work_seconds
+from fxpart.solver.joint.multipliers import sweep, walk
+from fxpart.solver.work import SolverTimeout, work_seconds
 
 _MERGE_ROUNDS = 4  # rounds in which each state is compared with the previous one
 
@@ -61,7 +62,7 @@ class _Arcs:
 class DeviceCountProgram:
     """Runs over one branch."""
 
-    def __init__(self, branch: SearchBranch, devices: Ints, deadline: float) -> None:
+    def __init__(self, branch: SearchBranch[Any], devices: Ints, deadline: float) -> None:
         """deadline: a ``work_seconds()`` value."""
         self.branch, self.deadline = branch, deadline
         entries = branch.entries
@@ -84,6 +85,10 @@ class DeviceCountProgram:
         self._taken = entries.size // np.array(self._unit)[entries.pool]
         self._shift = self._taken * np.array(self._stride)[entries.pool]
         self.work = 0  # number of state extensions so far
+        self.free = all(
+            branch.high * int(entries.size[entries.pool == pool].max(initial=0)) <= count
+            for pool, count in enumerate(devices.tolist())
+        )  # whatever the stages use, there are enough devices
 
     def run(self, costs: BranchCosts, goal: float, prices: Floats, most: int) -> StagePathResult:
         """Return the minimum filling up to ``goal`` under the costs' threshold.
@@ -92,9 +97,11 @@ class DeviceCountProgram:
         of stages. Raises :class:`SolverTimeout`.
         """
         branch = self.branch
+        if self.free:
+            return self._uncounted(costs, goal)
         code = np.array([branch.units * self._all], dtype=np.int64)
         rows, dropped = [_States(code, np.zeros(1))], inf
-        ahead, arcs, level = np.zeros((2, 0)), None, (-1, 0)
+        ahead, arcs, level = np.zeros((2, 0)), None, None
         best, stages = inf, 0
         for q in range(1, branch.high + 1):
             if work_seconds() > self.deadline:
@@ -111,10 +118,21 @@ class DeviceCountProgram:
                 whole = row.filling[row.code < self._all]
                 if len(whole) and float(whole.min()) < best:
                     best, stages = float(whole.min()), q
-            if not len(row.code) or int(row.code[-1]) < self._all:
+            if not len(row.code) or int(row.code[-1]) < self._all or best <= 0:
                 break
         path = self._walk(costs, rows, stages) if best < inf else None
         return StagePathResult(path, best, min(best, dropped))
+
+    def _uncounted(self, costs: BranchCosts, goal: float) -> StagePathResult:
+        """Return the result of a run in which devices need not be counted."""
+        branch, none = self.branch, np.zeros(self.branch.groups)
+        rows = sweep(branch, costs, none, goal)
+        totals = [float(row[0]) for row in rows[branch.low :]]
+        best = min(totals, default=inf)
+        if best == inf:
+            return StagePathResult(None, inf, inf)
+        path = walk(branch, costs, none, rows, branch.low + totals.index(best))
+        return StagePathResult(path, best, best)
 
     def _bands(self, costs: BranchCosts, q: int) -> Floats:
         """Return fillings with q to go, (groups, units, widths); omit those that fewer devices

@@ -13,13 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from typing import Any, Generic
 
 import numpy as np
 
 from fxpart.solver.joint.arrays import Floats, Ints, Mask
-from fxpart.solver.joint.block_runs import BlockRuns
-from fxpart.solver.joint.problem import JointChoice, count_stage_devices
-from fxpart.solver.joint.tables import StageEntries
+from fxpart.solver.joint.stage_tables import Choice, SearchScope, StageEntries, StageTables
 from fxpart.solver.schedule_costs import (
     count_stage_in_flight,
     get_fill_fraction,
@@ -35,57 +34,69 @@ class StagePath:
     entries: tuple[int, ...]
 
 
-class SearchBranch:
+class SearchBranch(Generic[Choice]):
     """The plans of one microbatch count, one schedule, and ``low`` to ``high`` stages."""
 
     def __init__(
-        self,
-        runs: BlockRuns,
-        entries: StageEntries,
-        microbatches: int,
-        schedule: str,
-        low: int,
-        high: int,
+        self, tables: StageTables[Choice], entries: StageEntries, scope: SearchScope
     ) -> None:
-        """entries: the stages that may be used. high: at most number of units, and of devices."""
-        self.runs, self.entries = runs, entries
-        self.microbatches, self.schedule = microbatches, schedule
-        self.low, self.high = low, high
+        """entries: the stages that may be used. The scope has at most as many stages as units."""
+        self.tables, self.runs, self.entries, self.scope = tables, tables.runs, entries, scope
+        self.microbatches, self.schedule = scope.microbatches, scope.schedule
+        low, high = self.low, self.high = scope.low, scope.high
         alive, self.cls = np.unique(entries.cls, return_inverse=True)
         self.classes = len(alive)  # the index of "no class"
-        compact = np.full(runs.count + 1, self.classes, dtype=np.int64)
+        compact = np.full(self.runs.count + 1, self.classes, dtype=np.int64)
         compact[alive] = np.arange(self.classes)
-        band = compact[runs.band]
+        band = compact[self.runs.band]
         used = np.flatnonzero((band < self.classes).any(axis=0))
         self.band: Ints = band[:, : int(used[-1]) + 1 if len(used) else 1]
         self.units, self.width = self.band.shape
         key = entries.group * (self.classes + 1) + self.cls
         self._cells = np.flatnonzero(np.diff(key, prepend=-1))
+        self._keys = key[self._cells]
         self.groups = len(entries.size)
-        pins = runs.problem.pins
-        self.exact = low == high or all(pin.stage <= 0 for pin in pins)
-        if needs_whole_depth(schedule):
+        self._places = [tables.list_groups(entries, stage) for stage in range(high)]
+        self.exact = low == high or self._is_exact()
+
+    def _is_exact(self) -> bool:
+        """Return whether the number of stages is irrelevant for every entry."""
+        if any(pin.stage > 0 for pin in self.tables.pins) or len(set(self._places[1:])) > 1:
+            return False
+        counts = (self.low, self.high)
+        if needs_whole_depth(self.schedule):
             fewest, most = (
-                count_stage_in_flight(schedule, microbatches, count, 0) for count in (low, high)
+                count_stage_in_flight(self.schedule, self.microbatches, n, 0) for n in counts
             )
-            between = (entries.flights >= fewest) & (entries.flights < most)
-            self.exact = self.exact and not between.any()
-        fills = {get_fill_fraction(schedule, microbatches, count) for count in (low, high)}
-        self.exact = self.exact and len(fills) == 1
+            flights = self.entries.flights
+            if ((flights >= fewest) & (flights < most)).any():
+                return False
+        return len({get_fill_fraction(self.schedule, self.microbatches, n) for n in counts}) == 1
 
-    def flying(self, q: int) -> int:
-        """Return the microbatches in flight in the stage with q to go.
+    @cached_property
+    def admitted(self) -> list[tuple[int, ...] | None]:
+        """Return the groups that the stage may have by stages to go, from 1; None: any."""
+        return [None, *map(self._groups_of, range(1, self.high + 1))]
 
-        The fewest if that is open.
-        """
-        stages = self.low if needs_whole_depth(self.schedule) else q
-        return count_stage_in_flight(self.schedule, self.microbatches, stages, 0)
+    def _groups_of(self, q: int) -> tuple[int, ...] | None:
+        found = {self._places[count - q] for count in range(max(self.low, q), self.high + 1)}
+        if None in found:
+            return None
+        return tuple(sorted({group for groups in found for group in groups or ()}))
+
+    @cached_property
+    def flying(self) -> list[int]:
+        """Return the microbatches in flight in the stage by stages to go; the fewest if open."""
+        whole = needs_whole_depth(self.schedule)
+        return [
+            count_stage_in_flight(self.schedule, self.microbatches, self.low if whole else q, 0)
+            for q in range(self.high + 1)
+        ]
 
     @cached_property
     def _pinned(self) -> list[tuple[int, Mask]]:
         """Return (stage, runs that contain the pinned blocks), as bands."""
-        pins = self.runs.problem.pins
-        return [(p.stage, self.runs.holding(p.first)[:, : self.width]) for p in pins]
+        return [(p.stage, self.runs.holding(p.first)[:, : self.width]) for p in self.tables.pins]
 
     def allowed(self, q: int) -> Mask | None:
         """Return the runs that pins allow with q to go.
@@ -103,14 +114,11 @@ class SearchBranch:
                 allowed[1:] &= ~holding[1:]
         return allowed
 
-    def choice(self, stages: StagePath) -> JointChoice:
+    def choice(self, stages: StagePath) -> Choice:
         """Return a path as a choice."""
-        return JointChoice(
-            microbatches=self.microbatches,
-            schedule=self.schedule,
-            starts=tuple(int(self.runs.firsts[u]) for u in stages.units),
-            options=tuple(int(self.entries.option[e]) for e in stages.entries),
-        )
+        starts = [int(self.runs.firsts[u]) for u in stages.units]
+        options = [int(self.entries.option[e]) for e in stages.entries]
+        return self.tables.choice(self.scope, starts, options)
 
     def used(self, stages: StagePath, pools: int) -> Ints:
         """Return the devices of each pool that a path uses."""
@@ -121,41 +129,45 @@ class SearchBranch:
 
 
 class BranchCosts:
-    """Fillings (or loads) of a branch's entries with no load over a threshold."""
+    """Fillings of a branch's entries with no load over a threshold."""
 
-    def __init__(self, branch: SearchBranch, threshold: float, *, longest: bool = False) -> None:
-        """longest: loads instead of fillings."""
+    def __init__(
+        self, branch: SearchBranch[Any], threshold: float, costs: Floats | None = None
+    ) -> None:
+        """costs: other costs of the entries than their fillings."""
         self.branch = branch
         entries = branch.entries
-        source = entries.load if longest else entries.filling
+        source = entries.filling if costs is None else costs
         self._values = np.where(entries.load <= threshold, source, inf)
-        self._ranked = np.sort(entries.flights[entries.load <= threshold])
-        self._kept: dict[tuple[int, int], Floats] = {}
+        ranked = np.sort(entries.flights[entries.load <= threshold])
+        self._levels = np.searchsorted(ranked, branch.flying, side="left").tolist()
+        self._kept: dict[tuple[int, tuple[int, ...] | None], Floats] = {}
 
-    def level(self, q: int) -> tuple[int, int]:
+    def level(self, q: int) -> tuple[int, tuple[int, ...] | None]:
         """Return what is equal for numbers of stages to go with equal costs."""
-        level = int(np.searchsorted(self._ranked, self.branch.flying(q), side="left"))
-        return level, count_stage_devices(self.branch.runs.problem, q)
+        return self._levels[q], self.branch.admitted[q]
 
     def under(self, q: int, *, any_devices: bool = False) -> Floats:
         """Return minima by (group, class) for a stage with q to go; the last column is infinite.
 
-        any_devices: also where the problem gives the tensor degree of the stage.
+        any_devices: in every group, whatever the stage may have.
         """
-        level, devices = self.level(q)
+        level, groups = self.level(q)
         if any_devices:
-            devices = 0
-        if (level, devices) not in self._kept:
+            groups = None
+        if (level, groups) not in self._kept:
             branch = self.branch
             table = np.full((branch.groups, branch.classes + 1), inf)
             cells = branch._cells
             if len(cells):
-                least = np.minimum.reduceat(self._admitted(q), cells)
-                table[branch.entries.group[cells], branch.cls[cells]] = least
-            if devices:
-                table[branch.entries.size != devices] = inf
-            self._kept[level, devices] = table
-        return self._kept[level, devices]
+                least = self._admitted(q)
+                if len(cells) < len(least):
+                    least = np.minimum.reduceat(least, cells)
+                table.ravel()[branch._keys] = least
+            if groups is not None:
+                table[np.setdiff1d(np.arange(branch.groups), groups)] = inf
+            self._kept[level, groups] = table
+        return self._kept[level, groups]
 
     def entry(self, q: int, group: int, cls: int) -> int:
         """Return the first entry of a group and class that has the minimum cost with q to go."""
@@ -164,4 +176,4 @@ class BranchCosts:
         return int(mine[int(np.argmin(self._admitted(q)[mine]))])
 
     def _admitted(self, q: int) -> Floats:
-        return np.where(self.branch.entries.flights >= self.branch.flying(q), self._values, inf)
+        return np.where(self.branch.entries.flights >= self.branch.flying[q], self._values, inf)

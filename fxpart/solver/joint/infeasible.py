@@ -19,8 +19,7 @@ from fxpart.solver.joint.problem import (
 )
 from fxpart.solver.joint.remedies import extra_memory, remedies
 from fxpart.solver.remedies import format_byte_count
-from fxpart.solver.suffix_dp import SolverTimeout
-from fxpart.solver.work import work_seconds
+from fxpart.solver.work import SolverTimeout, work_seconds
 
 
 def explain_joint_infeasible(

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import combinations
 from math import inf
+from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from fxpart.solver.joint.arrays import Floats, Ints
 from fxpart.solver.joint.dp import BranchCosts, SearchBranch, StagePath
@@ -26,7 +26,11 @@ class LagrangeMultipliers:
     """Bounds on the filling of one branch under thresholds; caches good prices."""
 
     def __init__(
-        self, branch: SearchBranch, devices: Ints, found: Callable[[StagePath], float], scale: float
+        self,
+        branch: SearchBranch[Any],
+        devices: Ints,
+        found: Callable[[StagePath], float],
+        scale: float,
     ) -> None:
         """found: receives paths within the devices. scale: upper bound on relevant plans, in
         seconds."""
@@ -70,63 +74,15 @@ class LagrangeMultipliers:
         branch = self.branch
         paid = float((prices * self.devices).sum())
         each = prices[branch.entries.pool] * branch.entries.size
-        rows = self._sweep(costs, each, goal + paid)
+        rows = sweep(branch, costs, each, goal + paid)
         least = [float(row[0]) for row in rows[branch.low :]]
         if not least or min(least) == inf:
             return goal if goal < inf else inf, None, inf
         stages = branch.low + int(np.argmin(least))
-        path = self._walk(costs, each, rows, stages)
+        path = walk(branch, costs, each, rows, stages)
         filling = float(branch.entries.filling[list(path.entries)].sum())
         # the price paid may be much larger than the difference; rounding must not raise the bound
         return min(least) - paid - 1e-14 * (paid + min(least)), path, filling
-
-    def _band(self, costs: BranchCosts, each: Floats, q: int) -> Floats:
-        """Return costs of runs with q to go, at the cheapest group."""
-        by_class = (costs.under(q) + each[:, None]).min(axis=0)
-        allowed = self.branch.allowed(q)
-        band = by_class[self.branch.band]
-        return band if allowed is None else np.where(allowed, band, inf)
-
-    def _sweep(self, costs: BranchCosts, each: Floats, limit: float) -> list[Floats]:
-        """Return rows h_q over units without values over ``limit``; stop when a row is empty."""
-        branch = self.branch
-        width = branch.width
-        row = np.full(branch.units + width, inf)
-        row[branch.units] = 0.0
-        rows, bands = [row], dict[tuple[int, int], Floats]()
-        for q in range(1, branch.high + 1):
-            level = costs.level(q) if not branch.runs.problem.pins else (-q, 0)
-            if level not in bands:
-                bands = {level: self._band(costs, each, q)}
-            last = np.flatnonzero(row < inf)
-            a, z = max(0, int(last[0]) - width), min(branch.units, int(last[-1]))
-            ahead = sliding_window_view(row[a + 1 : z + width], width)
-            fresh = np.full(branch.units + width, inf)
-            fresh[a:z] = (bands[level][a:z] + ahead).min(axis=1)
-            fresh[fresh > limit] = inf
-            row = fresh
-            rows.append(row)
-            if not (row[1:] < inf).any():
-                break
-        return rows
-
-    def _walk(self, costs: BranchCosts, each: Floats, rows: list[Floats], stages: int) -> StagePath:
-        """Return the path of the best ``stages`` stages; of equal ones the earliest cuts."""
-        branch, unit = self.branch, 0
-        units, entries = [], []
-        for q in range(stages, 0, -1):
-            by_group = costs.under(q) + each[:, None]
-            row = by_group.min(axis=0)[branch.band[unit]]
-            allowed = branch.allowed(q)
-            if allowed is not None:
-                row = np.where(allowed[unit], row, inf)
-            width = int(np.argmin(row + rows[q - 1][unit + 1 : unit + 1 + branch.width]))
-            cls = int(branch.band[unit, width])
-            units.append(unit)
-            entries.append(costs.entry(q, int(np.argmin(by_group[:, cls])), cls))
-            unit += width + 1
-        assert unit == branch.units, "the path left the table"
-        return StagePath(tuple(units), tuple(entries))
 
     def _corner(self, planes: list[tuple[float, Floats]]) -> tuple[float, Floats]:
         """Return the prices at which the minimum of the planes is greatest, and that value."""
@@ -140,6 +96,78 @@ class LagrangeMultipliers:
             )
             return value, price[0] * unit
         return _highest(base, slope, self._cap)
+
+
+def find_totals(
+    branch: SearchBranch[Any], costs: BranchCosts, join: np.ufunc = np.add
+) -> list[float]:
+    """Return by number of stages the minimum sum of their costs, however many devices they use.
+
+    join: np.maximum for the minimum of the largest cost.
+    """
+    rows = sweep(branch, costs, np.zeros(branch.groups), inf, join)
+    return [*(float(row[0]) for row in rows), *[inf] * (branch.high + 1 - len(rows))]
+
+
+def sweep(
+    branch: SearchBranch[Any],
+    costs: BranchCosts,
+    each: Floats,
+    limit: float,
+    join: np.ufunc = np.add,
+) -> list[Floats]:
+    """Return rows h_q over units without values over ``limit``; stop when a row is empty.
+
+    each: additional cost of each group. join: sums of stages, or their maximum.
+    """
+    width = branch.width
+    row = np.full(branch.units + width, inf)
+    row[branch.units] = 0.0
+    rows, bands = [row], dict[tuple[int, tuple[int, ...] | None], Floats]()
+    for q in range(1, branch.high + 1):
+        level = costs.level(q) if not branch.tables.pins else (-q, None)
+        if level not in bands:
+            bands = {level: _band(branch, costs, each, q)}
+        last = np.flatnonzero(row < inf)
+        a, z = max(0, int(last[0]) - width), min(branch.units, int(last[-1]))
+        # row a of the view begins at unit a + 1; sliding_window_view takes longer than the minimum
+        ahead = np.ndarray((z - a, width), np.float64, row, row.itemsize * (a + 1), row.strides * 2)
+        fresh = np.full(branch.units + width, inf)
+        fresh[a:z] = join(bands[level][a:z], ahead).min(axis=1)
+        fresh[fresh > limit] = inf
+        row = fresh
+        rows.append(row)
+        if not (row[1:] < inf).any():
+            break
+    return rows
+
+
+def walk(
+    branch: SearchBranch[Any], costs: BranchCosts, each: Floats, rows: list[Floats], stages: int
+) -> StagePath:
+    """Return the path of the best ``stages`` stages; of equal ones the earliest cuts."""
+    unit, units, entries = 0, list[int](), list[int]()
+    for q in range(stages, 0, -1):
+        by_group = costs.under(q) + each[:, None]
+        row = by_group.min(axis=0)[branch.band[unit]]
+        allowed = branch.allowed(q)
+        if allowed is not None:
+            row = np.where(allowed[unit], row, inf)
+        width = int(np.argmin(row + rows[q - 1][unit + 1 : unit + 1 + branch.width]))
+        cls = int(branch.band[unit, width])
+        units.append(unit)
+        entries.append(costs.entry(q, int(np.argmin(by_group[:, cls])), cls))
+        unit += width + 1
+    assert unit == branch.units, "the path left the table"
+    return StagePath(tuple(units), tuple(entries))
+
+
+def _band(branch: SearchBranch[Any], costs: BranchCosts, each: Floats, q: int) -> Floats:
+    """Return costs of runs with q to go, at the cheapest group."""
+    by_class = (costs.under(q) + each[:, None]).min(axis=0)
+    allowed = branch.allowed(q)
+    band = by_class[branch.band]
+    return np.asarray(band if allowed is None else np.where(allowed, band, inf))
 
 
 def _highest(base: Floats, slope: Floats, cap: Floats) -> tuple[float, Floats]:

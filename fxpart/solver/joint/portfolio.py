@@ -15,6 +15,7 @@ from fxpart.solver.joint.interleaved_search import InterleavedSearch
 from fxpart.solver.joint.problem import JointProblem, JointSolution
 from fxpart.solver.joint.record import JointRecord
 from fxpart.solver.joint.search import JointSearch
+from fxpart.solver.joint.tables import JointTables
 from fxpart.solver.joint.validate import check_joint_problem
 from fxpart.solver.progress import Progress
 from fxpart.solver.solution import Solver, check_arguments
@@ -52,7 +53,7 @@ def solve(
         bounds = CheapBounds(stacked)
         first_plans(stacked, bounds, reporter.record)
         if solver == "cp-sat":
-            _by_cp_sat(problem, reporter, deadline, seed)
+            _by_cp_sat(JointTables(stacked, bounds), reporter, deadline, seed)
         else:
             _by_dp(stacked, bounds, reporter, deadline, enough)
     except KeyboardInterrupt:
@@ -78,7 +79,8 @@ def _by_dp(
     enough: float,
 ) -> None:
     """Search contiguous stages, then interleaved ones."""
-    search = JointSearch(stacked, bounds, reporter.record, deadline, reporter.report, enough)
+    tables = JointTables(stacked, bounds)
+    search = JointSearch(tables, reporter.record, deadline, reporter.report, enough)
     pieces = InterleavedSearch(stacked, bounds, reporter.record, deadline)
     reporter.bounded = lambda: min(search.bound, pieces.bound)
     reporter.report("first plans")
@@ -89,11 +91,11 @@ def _by_dp(
 
 
 def _by_cp_sat(
-    problem: JointProblem, reporter: JointProgressReporter, deadline: float, seed: int
+    tables: JointTables, reporter: JointProgressReporter, deadline: float, seed: int
 ) -> None:
     from fxpart.solver.joint.joint_ilp import solve_cp_sat  # OR-Tools is slow to import
 
-    reporter.bound = solve_cp_sat(problem, reporter.record, deadline, seed, reporter.progress)
+    reporter.bound = solve_cp_sat(tables, reporter.record, deadline, seed, reporter.progress)
 
 
 class JointProgressReporter:

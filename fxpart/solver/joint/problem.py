@@ -233,13 +233,6 @@ def count_option_devices(problem: JointProblem, option: ParallelOption) -> int:
     return option.data * problem.layouts[option.layout].tensor
 
 
-def count_stage_devices(problem: JointProblem, to_end: int) -> int:
-    """Return the devices that the stage so far from the end must have; 0: any number."""
-    if not 0 < to_end <= len(problem.stage_tensor):
-        return 0
-    return problem.options[0].data * problem.stage_tensor[-to_end]
-
-
 def count_microbatch_rows(batch: int, microbatches: int, data: int) -> int:
     """Return the rows of a microbatch on each data replica; 0 if there are too few for each."""
     return -(-batch // (microbatches * data)) if microbatches * data <= batch else 0

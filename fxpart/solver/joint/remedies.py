@@ -18,7 +18,7 @@ from fxpart.solver.remedies import (
     find_least_sufficient,
     list_changes,
 )
-from fxpart.solver.suffix_dp import SolverTimeout
+from fxpart.solver.work import SolverTimeout
 
 _TIMES = 64  # limit on devices, as a multiple of the available ones
 _MODES = ("selective", "full")  # of recompute, the cheaper first

@@ -10,32 +10,80 @@ number of pools), then found by counting devices if the tables for that are smal
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any, Generic, Protocol
 
 import numpy as np
 
-from fxpart.solver.joint.arrays import JointArrays
-from fxpart.solver.joint.bounds import CheapBounds
+from fxpart.solver.joint.arrays import Floats
 from fxpart.solver.joint.device_count_dp import DeviceCountProgram
 from fxpart.solver.joint.dp import BranchCosts, SearchBranch, StagePath
-from fxpart.solver.joint.multipliers import LagrangeMultipliers
-from fxpart.solver.joint.record import JointRecord
-from fxpart.solver.joint.search_scope import ScopeTables, SearchScope
-from fxpart.solver.joint.tables import JointTables, StageEntries
-from fxpart.solver.schedule_costs import has_pieces
-from fxpart.solver.suffix_dp import SolverTimeout
-from fxpart.solver.work import work_seconds
+from fxpart.solver.joint.multipliers import LagrangeMultipliers, find_totals
+from fxpart.solver.joint.stage_tables import Choice, SearchScope, StageEntries, StageTables
+from fxpart.solver.work import SolverTimeout, work_seconds
 
 EXACT = 1e-9  # relative difference below which two step times are equal
 _QUICK = 2e-3  # gap at which prices stop and the counting of devices starts
+_LOOKS = 12  # searches for plans while spans of one scope are halved
 _FIRST_LOOKS = 2  # thresholds under which plans are searched before anything is proven
 _SKETCH = 300  # states of each number of stages kept in that search
 _MOST = 50_000  # states of each number of stages kept in a proof
 _SHARPER = 0.01  # relative improvement of the best plan that makes filtering of tables worthwhile
 _CEILINGS = (2.0, 8.0)  # multiples of the bound, while no plan is known
 _WORK = 20_000_000  # limit on state extensions in all proofs
+
+
+class Incumbent(Protocol):
+    """The best choice so far."""
+
+    seconds: float
+
+    def add(self, choice: Any) -> float:
+        """Evaluate a choice and store it if it is better; return its seconds, or infinity."""
+        ...
+
+
+class ScopeTables:
+    """A scope with its tables."""
+
+    def __init__(
+        self,
+        scope: SearchScope,
+        branch: SearchBranch[Any],
+        prices: LagrangeMultipliers,
+        counted: DeviceCountProgram,
+        best: float,
+    ) -> None:
+        """prices, counted: the two methods to bound its fillings. best: limit for its entries."""
+        self.scope, self.looks = scope, _LOOKS
+        self.equip(branch, prices, counted, best)
+
+    def equip(
+        self,
+        branch: SearchBranch[Any],
+        prices: LagrangeMultipliers,
+        counted: DeviceCountProgram,
+        best: float,
+    ) -> None:
+        """Replace the tables."""
+        self.branch, self.prices, self.counted, self.best = branch, prices, counted, best
+        self.loads: Floats = np.unique(branch.entries.load)
+
+    def first(self, low: float) -> float:
+        """Return the smallest load from ``low``."""
+        place = int(np.searchsorted(self.loads, low, side="left"))
+        return float(self.loads[place]) if place < len(self.loads) else inf
+
+    def after(self, low: float) -> float:
+        """Return the smallest load above ``low``."""
+        return self.first(float(np.nextafter(low, inf)))
+
+    def last(self, high: float) -> float:
+        """Return the greatest load up to ``high``."""
+        place = int(np.searchsorted(self.loads, high, side="right")) - 1
+        return float(self.loads[place]) if place >= 0 else -inf
 
 
 @dataclass(order=True)
@@ -52,26 +100,28 @@ class _JointLoadInterval:
     counted: bool = field(compare=False, default=False)
 
 
-class JointSearch:
+class JointSearch(Generic[Choice]):
     """Solves one problem with contiguous stages; ``bound`` is always proven."""
 
     def __init__(
         self,
-        stacked: JointArrays,
-        bounds: CheapBounds,
-        record: JointRecord,
+        tables: StageTables[Choice],
+        record: Incumbent,
         deadline: float,
-        report: Callable[[str], None],
+        report: Callable[[str], None] = lambda phase: None,
         enough: float = inf,
+        *,
+        scopes: Sequence[tuple[float, SearchScope]] | None = None,
+        gap: float = EXACT,
     ) -> None:
         """record: stores the plans found. report: reports the phase from time to time.
 
-        enough: seconds from which on plans do not matter: a larger bound is not proven.
+        enough: seconds from which on plans do not matter: a larger bound is not proven. scopes: the
+        only ones to search, with a bound on each. gap: at which the search ends.
         """
-        self.stacked, self.bounds, self.record = stacked, bounds, record
-        self.deadline, self.report, self.enough = deadline, report, enough
-        self.tables = JointTables(stacked, bounds)
-        self.runs = self.tables.runs
+        self.tables, self.record, self.runs = tables, record, tables.runs
+        self.deadline, self.report, self.enough, self.gap = deadline, report, enough, gap
+        self._scopes = tables.scopes() if scopes is None else scopes
         self._settled, self._made, self._work = inf, 0, _WORK
         self._open: list[_JointLoadInterval] = []
         self._leaves: list[_JointLoadInterval] = []
@@ -83,27 +133,9 @@ class JointSearch:
         """Start with all scopes, none of them opened."""
         self._ready = False  # an interrupt now leaves the previous proof valid
         self._settled, self._open, self._leaves = inf, [], []
-        for scope in self._scopes():
-            bound = self.bounds.bound(scope.microbatches, scope.schedule, scope.options)
+        for bound, scope in self._scopes:
             self._push(bound, scope)
         self._ready = True
-
-    def _scopes(self) -> list[SearchScope]:
-        s, problem = self.stacked, self.stacked.problem
-        scopes = []
-        for options in s.groups():
-            least = [
-                int(s.devices[p] // s.size[options][s.pool[options] == p].min())
-                for p in sorted(set(s.pool[options].tolist()))
-            ]
-            high = min(problem.max_stages, self.runs.units, sum(least))
-            scopes += [
-                SearchScope(m, schedule, options, problem.min_stages, high)
-                for m in problem.microbatches
-                for schedule in problem.schedules
-                if not has_pieces(schedule) and problem.min_stages <= high
-            ]
-        return scopes
 
     @property
     def bound(self) -> float:
@@ -126,7 +158,7 @@ class JointSearch:
                 self._ceiling = least * factor if least > 0 or factor == inf else 1e-9
                 if not self._within():
                     return False
-                if self.record.seconds < inf or factor == inf:
+                if self.record.seconds <= self._ceiling:
                     return True
                 self._proven = max(self._proven, self.bound)
                 self._ceiling = inf
@@ -158,7 +190,7 @@ class JointSearch:
             self.report("bounds by prices")
             if span.opened is None:
                 self._start(span)
-            elif not self._halve(span):
+            elif not (self._settle if span.opened.counted.free else self._halve)(span):
                 self._leaves.append(span)
             self._current = None
 
@@ -180,12 +212,16 @@ class JointSearch:
             return
         seconds = self._best
         first = max(opened.first(0.0), span.bound - seconds if seconds < inf else 0.0)
+        if opened.counted.free:
+            loads = BranchCosts(opened.branch, inf, opened.branch.entries.load)
+            first = max(first, min(find_totals(opened.branch, loads, np.maximum)[scope.low :]))
+            if opened.branch.exact:  # the first run of the span finds the total
+                self._push(max(span.bound, first), scope, opened, first)
+                return
         total = opened.prices.bound(inf, self._target(0.0) - first)
         if not opened.branch.exact and first + total < self._target(0.0):
-            middle = (scope.low + scope.high) // 2
-            for low, high in ((scope.low, middle), (middle + 1, scope.high)):
-                part = SearchScope(scope.microbatches, scope.schedule, scope.options, low, high)
-                self._push(max(span.bound, first + total), part)
+            for half in scope.halves():
+                self._push(max(span.bound, first + total), half)
             return
         self._sketch(opened, total)
         first = opened.first(0.0)
@@ -193,19 +229,15 @@ class JointSearch:
 
     def _opened(self, scope: SearchScope) -> ScopeTables | None:
         best = self._best
-        entries = self.tables.entries(
-            scope.microbatches, scope.schedule, scope.options, best, scope.low
-        )
+        entries = self.tables.entries(scope, best)
         if not len(entries):
             return None
         return ScopeTables(scope, *self._tools(scope, entries), best)
 
     def _tools(
         self, scope: SearchScope, entries: StageEntries
-    ) -> tuple[SearchBranch, LagrangeMultipliers, DeviceCountProgram]:
-        branch = SearchBranch(
-            self.runs, entries, scope.microbatches, scope.schedule, scope.low, scope.high
-        )
+    ) -> tuple[SearchBranch[Choice], LagrangeMultipliers, DeviceCountProgram]:
+        branch = SearchBranch(self.tables, entries, scope)
         # no plan yet: seconds of all stages in sequence on the slowest entries
         scale = self._best
         if scale == inf:
@@ -214,7 +246,7 @@ class JointSearch:
         def found(stages: StagePath) -> float:
             return self.record.add(branch.choice(stages))
 
-        devices = self.stacked.devices
+        devices = self.tables.devices
         counted = DeviceCountProgram(branch, devices, self.deadline)
         return branch, LagrangeMultipliers(branch, devices, found, scale), counted
 
@@ -224,9 +256,7 @@ class JointSearch:
         assert opened is not None
         if self._best < opened.best * (1 - _SHARPER):
             scope, best = opened.scope, self._best
-            entries = self.tables.sharper(
-                opened.branch.entries, scope.microbatches, scope.schedule, scope.options, best
-            )
+            entries = self.tables.sharper(opened.branch.entries, scope, best)
             opened.best = best
             if len(entries):
                 branch, prices, counted = self._tools(scope, entries)
@@ -258,7 +288,7 @@ class JointSearch:
         opened = self._sharpened(span)
         last = opened.last(min(span.last, self._target(0.0) - span.total))
         if last < span.first:
-            self._settled = min(self._settled, self._target(0.0))
+            self._settled = min(self._settled, self._best, span.first + span.total)
             return True
         middle = opened.last((span.first + last) / 2)
         if middle < span.first or middle >= last:
@@ -287,7 +317,7 @@ class JointSearch:
         counted: bool = False,
     ) -> None:
         if bound >= self._best * (1 - EXACT):
-            self._settled = min(self._settled, bound)
+            self._settled = min(self._settled, bound, self._best)  # slower plans were omitted
             return
         self._made += 1
         span = _JointLoadInterval(bound, self._made, scope, opened, first, last, total, counted)
@@ -300,7 +330,7 @@ class JointSearch:
 
     def _count(self) -> bool:
         """Settle spans by counting devices; return whether the best plan is proven."""
-        while self._next(EXACT):
+        while self._next(self.gap):
             span = self._current
             assert span is not None
             self.report("devices counted")
@@ -317,14 +347,14 @@ class JointSearch:
         opened = self._sharpened(span)
         last = opened.last(min(span.last, self._target(0.0) - span.total))
         if last < span.first:
-            self._settled = min(self._settled, self._target(0.0))
+            self._settled = min(self._settled, self._best, span.first + span.total)
             return True
         threshold = last
         if span.counted:
             threshold = max(opened.last((span.first + last) / 2), span.first)
         if self._work <= 0:
             return False
-        done, goal = opened.counted.work, self._target(0.0) - span.first
+        done, goal = opened.counted.work, self._best - span.first
         costs = BranchCosts(opened.branch, threshold)
         found = opened.counted.run(costs, goal, opened.prices.prices, _MOST)
         self._work -= opened.counted.work - done

@@ -8,6 +8,7 @@ kept that no other beats in seconds, load and microbatches in flight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -17,48 +18,15 @@ from numpy.typing import NDArray
 from fxpart.solver.joint.arrays import Floats, Ints, JointArrays, LinearCosts, Mask
 from fxpart.solver.joint.block_runs import BlockRuns
 from fxpart.solver.joint.bounds import CheapBounds, Prices
-from fxpart.solver.joint.problem import JointProblem
+from fxpart.solver.joint.problem import JointChoice
+from fxpart.solver.joint.stage_tables import SearchScope, StageEntries, StageTables
 from fxpart.solver.joint.weight_copies import WeightCopyCounts
 from fxpart.solver.objective import count_tied_reduction_messages
-from fxpart.solver.schedule_costs import get_fill_fraction, is_stream, keeps_all
+from fxpart.solver.schedule_costs import get_fill_fraction, has_pieces, is_stream
 from fxpart.solver.tables import Number
 
 _CHUNK = 2_000_000  # numbers in an array made at once
 ENDLESS = 2**40  # microbatches in flight of a stage without activations
-
-
-@dataclass(frozen=True)
-class StageEntries:
-    """Candidate stages of one branch, sorted by group, class, filling and option; one row each.
-
-    filling: fill * t; load: (m - fill) t + beta; flights: the most microbatches in flight that
-    memory allows. A group is a number of devices (``size``) of a ``pool``.
-    """
-
-    option: Ints
-    cls: Ints
-    group: Ints
-    filling: Floats
-    load: Floats
-    flights: Ints
-    pool: Ints
-    size: Ints
-
-    def __len__(self) -> int:
-        """Return the number of entries."""
-        return len(self.option)
-
-    def deepest(self, problem: JointProblem, microbatches: int, schedule: str) -> Ints:
-        """Return the most stages from each entry to the end, itself included, with which it fits.
-
-        max_stages if that is irrelevant, 0 if none; under ZB-H1 stages of the whole pipeline. The
-        number in flight grows with the stages to the end, up to the number of microbatches (without
-        limit in an asynchronous pipeline), except under GPipe, which has all of them in flight.
-        """
-        if is_stream(schedule):
-            return self.flights
-        below = 0 if keeps_all(schedule) else np.minimum(self.flights, problem.max_stages)
-        return np.where(self.flights >= microbatches, problem.max_stages, below)
 
 
 @dataclass(frozen=True)
@@ -71,12 +39,15 @@ class _OptionClassPairs:
     seconds: Floats
 
 
-class JointTables:
-    """Entries of one problem, made on demand."""
+class JointTables(StageTables[JointChoice]):
+    """Entries of a joint problem."""
+
+    runs: BlockRuns
 
     def __init__(self, stacked: JointArrays, bounds: CheapBounds | None = None) -> None:
         """bounds: to omit entries that cannot be part of a good plan."""
         self.stacked, self.runs = stacked, BlockRuns(stacked.problem)
+        self.devices, self.pins = stacked.devices, stacked.problem.pins
         self.bounds = bounds or CheapBounds(stacked)
         s, runs = stacked, self.runs
         self._state: dict[str, tuple[Ints, Ints]] = {  # summed from the first block on, by layout
@@ -97,41 +68,82 @@ class JointTables:
         ]
         self._whole = (s.dense.weight + s.experts.weight)[:, s.kinds]
 
-    def entries(
-        self, microbatches: int, schedule: str, options: Ints, best: float, stages: int
-    ) -> StageEntries:
-        """Return the candidate stages of plans that take at most ``best`` seconds.
+    def scopes(self) -> list[tuple[float, SearchScope]]:
+        """Return the scopes by options that may be combined, microbatches and schedule."""
+        s, problem = self.stacked, self.stacked.problem
+        scopes = []
+        for options in s.groups():
+            least = [
+                int(s.devices[p] // s.size[options][s.pool[options] == p].min())
+                for p in sorted(set(s.pool[options].tolist()))
+            ]
+            high = min(problem.max_stages, self.runs.units, sum(least))
+            scopes += [
+                SearchScope(m, schedule, options, problem.min_stages, high)
+                for m in problem.microbatches
+                for schedule in problem.schedules
+                if not has_pieces(schedule) and problem.min_stages <= high
+            ]
+        return [(self.bounds.bound(x.microbatches, x.schedule, x.options), x) for x in scopes]
 
-        stages: the fewest; their filling is the least.
-        """
-        share = get_fill_fraction(schedule, microbatches, stages)
+    def list_groups(self, entries: StageEntries, stage: int) -> tuple[int, ...] | None:
+        """Return the groups with the requested tensor degree of the stage; None: any."""
+        problem = self.stacked.problem
+        if stage >= len(problem.stage_tensor):
+            return None
+        devices = problem.options[0].data * problem.stage_tensor[stage]
+        return tuple(np.flatnonzero(entries.size == devices).tolist())
+
+    def choice(
+        self, scope: SearchScope, starts: Sequence[int], options: Sequence[int]
+    ) -> JointChoice:
+        """Return the choice of the first block and the option of each stage."""
+        return JointChoice(
+            microbatches=scope.microbatches,
+            schedule=scope.schedule,
+            starts=tuple(starts),
+            options=tuple(options),
+        )
+
+    def path(
+        self, scope: SearchScope, choice: JointChoice
+    ) -> list[tuple[int, int, int, int]] | None:
+        """Return first block, pool, devices and option of the stages; None: not of this scope."""
+        inside = set(choice.options) <= set(scope.options.tolist())
+        if (choice.microbatches, choice.schedule) != (scope.microbatches, scope.schedule):
+            return None
+        pool, size = (
+            x[list(choice.options)].tolist() for x in (self.stacked.pool, self.stacked.size)
+        )
+        stages = zip(choice.starts, pool, size, choice.options, strict=True)
+        return list(stages) if inside else None
+
+    def entries(self, scope: SearchScope, best: float) -> StageEntries:
+        """Return the candidate stages of plans that take at most ``best`` seconds."""
+        microbatches, options = scope.microbatches, scope.options
+        share = get_fill_fraction(scope.schedule, microbatches, scope.low)
         work = self.stacked.work(microbatches)
-        prices = self.bounds.prices(microbatches, schedule, options)
+        prices = self.bounds.prices(microbatches, scope.schedule, options)
         options = options[work[options] >= 0]
         rows = max(1, _CHUNK // max(1, self.runs.count))
         found = []
         for at in range(0, len(options) if prices.bound < inf else 0, rows):
             pairs = self._pairs(microbatches, share, options[at : at + rows], prices, best)
-            found.append(self._chunk(microbatches, schedule, share, pairs, prices, best))
-        return self._sorted(found)
+            found.append(self._chunk(microbatches, scope.schedule, share, pairs, prices, best))
+        key = self.stacked.pool * 2**32 + self.stacked.size
+        groups = np.unique(np.concatenate([key[:0], *(key[option] for option, *_ in found)]))
+        columns = [
+            (option, cls, np.searchsorted(groups, key[option]), filling, load, flights)
+            for option, cls, filling, load, flights in found
+        ]
+        return StageEntries.sort(columns, groups // 2**32, groups % 2**32)
 
-    def sharper(
-        self,
-        entries: StageEntries,
-        microbatches: int,
-        schedule: str,
-        options: Ints,
-        best: float,
-    ) -> StageEntries:
+    def sharper(self, entries: StageEntries, scope: SearchScope, best: float) -> StageEntries:
         """Filter entries once a faster plan is known."""
-        prices = self.bounds.prices(microbatches, schedule, options)
+        prices = self.bounds.prices(scope.microbatches, scope.schedule, scope.options)
         paid = (prices.pools[entries.pool] * entries.size)[entries.group]
         sums = entries.filling, entries.load, paid
-        keep = self._hopeful(prices, entries.cls, *sums, best)
-        return StageEntries(
-            entries.option[keep], entries.cls[keep], entries.group[keep], entries.filling[keep],
-            entries.load[keep], entries.flights[keep], entries.pool, entries.size,
-        )  # fmt: skip
+        return entries.keep(self._hopeful(prices, entries.cls, *sums, best))
 
     def _hopeful(
         self,
@@ -291,27 +303,6 @@ class JointTables:
         standing += np.where(zero == 3, most, 0)
         return kept[0], standing, each
 
-    def _sorted(self, found: list[tuple[Ints, Ints, Floats, Floats, Ints]]) -> StageEntries:
-        """Sort by group, class, filling and option, and omit dominated entries."""
-        s = self.stacked
-        if not found:
-            none = np.zeros(0, dtype=np.int64)
-            return StageEntries(
-                none, none, none, none.astype(float), none.astype(float), *[none] * 3
-            )
-        option, cls, filling, load, flights = (
-            np.concatenate([x[k] for x in found]) for k in range(5)
-        )
-        pairs, group = np.unique(s.pool[option] * (2**32) + s.size[option], return_inverse=True)
-        order = np.lexsort((option, -flights, load, filling, cls, group))
-        option, cls, group = option[order], cls[order], group[order]
-        filling, load, flights = filling[order], load[order], flights[order]
-        keep = ~_beaten(group * (self.runs.count + 1) + cls, load, flights)
-        return StageEntries(
-            option[keep], cls[keep], group[keep], filling[keep], load[keep], flights[keep],
-            pairs // 2**32, pairs % 2**32,
-        )  # fmt: skip
-
 
 def _summed(rows: NDArray[Number], kinds: Ints) -> NDArray[Number]:
     """Return sums of each row of costs by kind, from the first block on; (rows, blocks + 1)."""
@@ -334,17 +325,3 @@ def _peaks(rows: Ints, row: Ints, first: Ints, last: Ints) -> Ints:
         if window.shape[1] > 1 << k:
             window = np.maximum(window[:, : -(1 << k)], window[:, 1 << k :])
     return most
-
-
-def _beaten(key: Ints, load: Floats, flights: Ints) -> Mask:
-    """Return entries dominated by an earlier one of the same key, which has no longer filling."""
-    beaten = np.zeros(len(key), dtype=bool)
-    step = 1
-    while step < len(key):
-        same = key[step:] == key[:-step]
-        if not same.any():
-            break
-        worse = same & (load[:-step] <= load[step:]) & (flights[:-step] >= flights[step:])
-        beaten[step:] |= worse
-        step += 1
-    return beaten

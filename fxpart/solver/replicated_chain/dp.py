@@ -16,11 +16,13 @@ evaluated. The bound is proven for one microbatch in flight, which every schedul
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf, prod
 
 import numpy as np
 
+from fxpart.solver.dp import StepTimeMinimizer, ThresholdSolution, sort_loads
 from fxpart.solver.replicated_chain.objective import ReplicatedChainScorer
 from fxpart.solver.replicated_chain.problem import (
     ReplicatedChainChoice,
@@ -31,9 +33,8 @@ from fxpart.solver.replicated_chain.tables import Mask, ReplicaGroupTable, Repli
 from fxpart.solver.solution import certify
 from fxpart.solver.tables import Floats, Ints
 from fxpart.solver.validate import check_problem
-from fxpart.solver.work import work_seconds
+from fxpart.solver.work import SolverTimeout, work_seconds
 
-_EXACT = 1e-9  # relative improvement below which an interval of thresholds is skipped
 _KEPT = 12  # candidates
 
 
@@ -65,7 +66,6 @@ class _ReplicatedChainSearch:
     def __post_init__(self) -> None:
         self.tables = ReplicatedChainTables(self.problem)
         self.scorer = ReplicatedChainScorer(self.problem)
-        self.once = self.problem.base.once
 
     def solve(self) -> ReplicatedChainSolution:
         base = self.problem.base
@@ -84,68 +84,36 @@ class _ReplicatedChainSearch:
         tight = _ReplicatedChainProgram(
             self, variant, lambda table, behind: table.fits(behind, schedule)
         )
-        bound = self._thresholds(tight, schedule)
+        bound = self._minimize(tight, schedule)
         loose = _ReplicatedChainProgram(self, variant, lambda table, behind: table.may_fit())
         if loose.same_as(tight):
             return bound
-        return self._thresholds(loose, schedule)
+        return self._minimize(loose, schedule)
 
-    def _thresholds(self, one: _ReplicatedChainProgram, schedule: str) -> float:
-        """Search all thresholds; return the proven lower bound."""
-        top = one.below(inf)
-        proven, open_ = inf, [] if top is None else [(0.0, top)]
-        while open_:
-            low, high = open_.pop()  # the minimum sum for largest loads above low
-            self._keep(one, high, schedule)
-            low = max(low, one.floor)
-            # Choices with a largest load of at least high's take at least its time, others at least
-            # its sum.
-            proven = min(proven, high.sum + high.largest + self.once)
-            if high.largest <= low:
-                continue
-            least = high.sum + low + self.once
-            if least >= self.best * (1 - _EXACT) or work_seconds() > self.deadline:
-                proven = min(proven, least)
-                continue
-            upper = one.below(float(np.nextafter(high.largest, 0.0)))
-            if upper is None:
-                continue
-            middle = (low + high.largest) / 2
-            lower = one.below(middle) if upper.largest > middle else None
-            if upper.largest <= middle:
-                open_.append((low, upper))
-                continue
-            open_.append((middle, upper))
-            if lower is not None:
-                open_.append((low, lower))
-        return proven
+    def _minimize(self, program: _ReplicatedChainProgram, schedule: str) -> float:
+        """Record choices of a program, if they fit when evaluated; return its proven bound."""
 
-    def _keep(self, one: _ReplicatedChainProgram, found: _ThresholdSolution, schedule: str) -> None:
-        """Record a choice of the program, if it fits when evaluated."""
-        choice = ReplicatedChainChoice(
-            variant=one.variant,
-            schedule=schedule,
-            starts=tuple(int(self.tables.tables.firsts[u]) for u in found.units),
-            counts=found.mixes,
-        )
-        if choice in self.found:
-            return
-        evaluation = self.scorer.evaluate(choice)
-        if evaluation.feasible:
-            self.found[choice] = evaluation.seconds
-            self.best = min(self.best, evaluation.seconds)
+        def found(groups: _ReplicaGroups) -> float:
+            choice = ReplicatedChainChoice(
+                variant=program.variant,
+                schedule=schedule,
+                starts=tuple(int(self.tables.tables.firsts[unit]) for unit, _ in groups),
+                counts=tuple(mix for _, mix in groups),
+            )
+            if choice not in self.found:
+                evaluation = self.scorer.evaluate(choice)
+                if evaluation.feasible:
+                    self.found[choice] = evaluation.seconds
+                    self.best = min(self.best, evaluation.seconds)
+            return self.best
+
+        minimizer = StepTimeMinimizer(program, found)
+        with suppress(SolverTimeout):
+            minimizer.minimize()
+        return minimizer.lower
 
 
-@dataclass(frozen=True)
-class _ThresholdSolution:
-    """The groups of one threshold: their sum of t, largest load, first units and devices."""
-
-    sum: float
-    largest: float
-    units: tuple[int, ...]
-    mixes: tuple[tuple[int, ...], ...]
-
-
+_ReplicaGroups = list[tuple[int, tuple[int, ...]]]  # first unit, and devices of each kind
 _State = tuple[tuple[int, ...], int]  # devices by kind, and number of groups if counted
 
 
@@ -172,8 +140,7 @@ class _ReplicatedChainProgram:
         self._after = np.minimum(
             np.arange(self.units)[:, None] + np.arange(self.units)[None, :] + 1, self.units
         )
-        single = min(float(t.load.min()) for t in self._tables)
-        self.floor = max(0.0, single)  # no group's load is below
+        self.deadline = search.deadline
 
     def same_as(self, other: _ReplicatedChainProgram) -> bool:
         """Return whether both permit the same groups."""
@@ -190,16 +157,24 @@ class _ReplicatedChainProgram:
             self._masks[key] = self._fits(self._tables[number], behind)
         return self._masks[key]
 
-    def below(self, threshold: float) -> _ThresholdSolution | None:
-        """Return the groups with the minimum sum of t whose loads are at most the threshold."""
-        cost = [np.where(t.load <= threshold, t.slowest, np.inf) for t in self._tables]
+    def below(
+        self, threshold: float, *, longest: bool = False
+    ) -> ThresholdSolution[_ReplicaGroups] | None:
+        """Return the groups with the minimum sum of t, or longest load, under the threshold."""
+        if work_seconds() > self.deadline:
+            raise SolverTimeout
+        cost = [
+            np.where(t.load <= threshold, t.load if longest else t.slowest, np.inf)
+            for t in self._tables
+        ]
+        join = np.maximum if longest else np.add
         zero, empty = (0,) * len(self.limits), np.full(self.units + 1, np.inf)
         empty[self.units] = 0.0
         least: dict[_State, Floats] = {(zero, 0): empty}
         chosen: dict[_State, tuple[Ints, Ints]] = {}
         for devices in self.mixes:
             for groups in range(1, self._counted(sum(devices)) + 1):
-                row, *widest = self._row(cost, least, devices, groups)
+                row, *widest = self._row(cost, least, devices, groups, join)
                 if np.isfinite(row).any():
                     least[devices, groups] = row
                     chosen[devices, groups] = (widest[0], widest[1])
@@ -208,6 +183,10 @@ class _ReplicatedChainProgram:
             return None
         state = min(ends, key=lambda s: (least[s][0], sum(s[0]), s))
         return self._followed(float(least[state][0]), state, chosen)
+
+    def loads(self, low: float, high: float) -> Floats | None:
+        """Return every load strictly between low and high, sorted and distinct; None: too many."""
+        return sort_loads((table.load for table in self._tables), low, high)
 
     def _counted(self, devices: int) -> int:
         """Return the distinguished numbers of groups: only 1 if any number is allowed."""
@@ -229,6 +208,7 @@ class _ReplicatedChainProgram:
         least: dict[_State, Floats],
         devices: tuple[int, ...],
         groups: int,
+        join: np.ufunc,
     ) -> tuple[Floats, Ints, Ints]:
         """Return by first unit the minimum sum, and the mix and width of the first group."""
         row = np.full(self.units + 1, np.inf)
@@ -239,7 +219,7 @@ class _ReplicatedChainProgram:
             behind = least.get((rest, self._before(groups, rest)))
             if behind is None:
                 continue
-            total = cost[number] + behind[self._after]
+            total = join(cost[number], behind[self._after])
             total = np.where(self._mask(number, sum(rest)), total, np.inf)
             at = total.argmin(axis=1)
             value = total[span, at]
@@ -251,20 +231,19 @@ class _ReplicatedChainProgram:
 
     def _followed(
         self, total: float, state: _State, chosen: dict[_State, tuple[Ints, Ints]]
-    ) -> _ThresholdSolution:
+    ) -> ThresholdSolution[_ReplicaGroups]:
         """Return the groups that yield this sum."""
-        units, mixes, largest, at = [], [], 0.0, 0
+        stages, largest, at = [], 0.0, 0
         while at < self.units:
             devices, groups = state
             which, width = chosen[state]
             number, wide = int(which[at]), int(width[at])
-            units.append(at)
-            mixes.append(self.mixes[number])
+            stages.append((at, self.mixes[number]))
             largest = max(largest, float(self._tables[number].load[at, wide]))
             rest = tuple(a - b for a, b in zip(devices, self.mixes[number], strict=True))
             state = rest, self._before(groups, rest)
             at += wide + 1
-        return _ThresholdSolution(total, largest, tuple(units), tuple(mixes))
+        return ThresholdSolution(total, largest, stages)
 
 
 def _distinct(ranked: list[ReplicatedChainChoice]) -> list[ReplicatedChainChoice]:

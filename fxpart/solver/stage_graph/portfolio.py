@@ -273,6 +273,6 @@ def branch_bound(problem: PartitionProblem, variant: int, graph: BlockGraph) -> 
     tail = list(fastest)
     for b in reversed(range(len(fastest))):
         tail[b] += max((tail[c] for c in members(graph.after[b])), default=0.0)
-    load = max(0.0, cheap_bound(problem, variant) - fsum(fastest))
+    load = max(problem.once, cheap_bound(problem, variant) - fsum(fastest))
     path: float = max(tail)
-    return (path + load + problem.once) * (1 - _ROUNDING)
+    return (path + load) * (1 - _ROUNDING)

@@ -87,7 +87,7 @@ class _DepthModel:
         """Run CP-SAT."""
         solver = cp_model.CpSolver()
         # OR-Tools 9.15's presolve reports some feasible models as infeasible
-        # (google/or-tools#5274); see fxpart.solver.ilp.
+        # (google/or-tools#5274); see fxpart.solver.joint.joint_ilp.
         solver.parameters.cp_model_presolve = False
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed

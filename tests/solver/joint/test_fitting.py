@@ -13,8 +13,7 @@ from fxpart.solver.joint.enumeration import choices, count
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.objective import JointScorer, evaluate
 from fxpart.solver.joint.problem import JointProblem, StagePin
-from fxpart.solver.suffix_dp import SolverTimeout
-from fxpart.solver.work import work_seconds
+from fxpart.solver.work import SolverTimeout, work_seconds
 
 
 def fits(problem: JointProblem) -> bool:

@@ -22,6 +22,7 @@ from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.objective import JointScorer, evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointProblem, JointSolution, StagePin
+from fxpart.solver.joint.stage_tables import SearchScope
 from fxpart.solver.joint.tables import JointTables
 from fxpart.solver.progress import Progress
 from fxpart.solver.schedule_costs import get_fill_fraction
@@ -165,7 +166,7 @@ def test_entries_are_stages_as_the_objective_defines_them() -> None:
             for schedule in problem.schedules:
                 share = get_fill_fraction(schedule, m, 3)
                 for options in stacked.groups():
-                    entries = tables.entries(m, schedule, options, inf, 3)
+                    entries = tables.entries(SearchScope(m, schedule, options, 3, 3), inf)
                     for e in range(0, len(entries), 7):
                         index, cls = int(entries.option[e]), int(entries.cls[e])
                         work = scorer.work(problem.options[index], m)

@@ -11,12 +11,14 @@ from joint_problems import random_problem, transformer
 from msgspec.structs import replace
 from oracles.joint_brute import solve_joint_brute
 
+from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.joint_ilp import accepts
 from fxpart.solver.joint.joint_ilp import solve_cp_sat as solve_program
 from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem, StagePin
 from fxpart.solver.joint.record import JointRecord
+from fxpart.solver.joint.tables import JointTables
 from fxpart.solver.work import work_seconds
 
 
@@ -27,7 +29,7 @@ def solve_cp_sat(
     record = JointRecord(problem)
     if incumbent is not None:
         record.add(incumbent)
-    bound = solve_program(problem, record, deadline, seed)
+    bound = solve_program(JointTables(JointArrays(problem)), record, deadline, seed)
     return record.choice, bound
 
 

@@ -10,6 +10,7 @@ from joint_problems import random_problem, rich_problem, transformer
 from msgspec.structs import replace
 from oracles.joint_brute import solve_joint_brute
 
+from fxpart.solver.joint.arrays import JointArrays
 from fxpart.solver.joint.enumeration import count
 from fxpart.solver.joint.feasibility import find_feasible_joint_choice
 from fxpart.solver.joint.joint_ilp import accepts, solve_cp_sat
@@ -17,6 +18,7 @@ from fxpart.solver.joint.objective import evaluate
 from fxpart.solver.joint.portfolio import solve
 from fxpart.solver.joint.problem import JointChoice, JointProblem
 from fxpart.solver.joint.record import JointRecord
+from fxpart.solver.joint.tables import JointTables
 from fxpart.solver.schedule_costs import count_stage_in_flight
 
 
@@ -47,7 +49,8 @@ def agree(problem: JointProblem) -> JointChoice | None:
         assert found.objective == pytest.approx(best.objective, rel=1e-9)
     if accepts(problem) is None:
         record = JointRecord(problem)
-        bound, choice = solve_cp_sat(problem, record, inf, 0), record.choice
+        bound = solve_cp_sat(JointTables(JointArrays(problem)), record, inf, 0)
+        choice = record.choice
         assert (choice is None) == (best.choice is None)
         if choice is not None:
             assert evaluate(problem, choice).seconds == pytest.approx(best.objective, rel=1e-6)
