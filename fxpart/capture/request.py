@@ -14,6 +14,11 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from fxpart.capture.batch_dims import BatchDimInference, resize
+from fxpart.capture.branch_proof import (
+    NegatedBranchError,
+    UnprovenBranchError,
+    prove_branches,
+)
 from fxpart.capture.call_arguments import CallArguments
 from fxpart.capture.captured_model import CapturedModel
 from fxpart.capture.context_managers import (
@@ -22,6 +27,7 @@ from fxpart.capture.context_managers import (
     prepare_capture,
     training_mode,
 )
+from fxpart.capture.empty_selections import Branch, Branches
 from fxpart.capture.failure_causes import problems_of, summarize_exception
 from fxpart.capture.fake_tensors import (
     as_meta,
@@ -129,7 +135,7 @@ def _run(request: CaptureRequest) -> CapturedModel:
                 return name_state(traced, request.names, state, prefix)
             if mode is not None:
                 tensors = [make_fake(mode, t) for t in tensors]
-            exported = _export(whole, tensors, request.batch_dims, way, python)
+            exported = _export_proven(whole, tensors, request.batch_dims, way, python)
             return unlift(exported, request.names, state, prefix)
 
         # torch.fx tracing does not record autocast.
@@ -155,23 +161,58 @@ def _run(request: CaptureRequest) -> CapturedModel:
     return replace(result, seconds=time.perf_counter() - start)
 
 
-def _export(
+def _export_proven(
     whole: ModelWithLoss,
     tensors: Sequence[torch.Tensor],
     batch_dims: Sequence[int | None],
     way: TraceMethod,
     python: PythonState,
 ) -> ExportedProgram:
+    """Run torch.export; raise its error for a branch on data that may compute something else."""
+    negated: frozenset[str] = frozenset()
+    while True:
+        branches = Branches(negated=negated)
+        exported = _export(whole, tensors, batch_dims, way, python, branches)
+        if not branches.found:
+            return exported
+
+        def trace(
+            is_empty: Callable[[str, int | None], bool], negated: frozenset[str] = negated
+        ) -> tuple[ExportedProgram, Sequence[Branch]]:
+            other = Branches(is_empty, negated)
+            return run_export(whole, tensors, batch_dims, way, python, other), other.found
+
+        try:
+            prove_branches(exported, branches.found, negated, trace)
+        except NegatedBranchError as found:
+            if not negated:
+                negated = found.lines
+                continue
+        except UnprovenBranchError:
+            pass
+        else:
+            return exported
+        return _export(whole, tensors, batch_dims, way, python, Branches(decides=False))
+
+
+def _export(
+    whole: ModelWithLoss,
+    tensors: Sequence[torch.Tensor],
+    batch_dims: Sequence[int | None],
+    way: TraceMethod,
+    python: PythonState,
+    branches: Branches,
+) -> ExportedProgram:
     """Run torch.export with layer replay, and again in full if replay fails."""
     if not way.strict:
         repeats = LayerReplay(whole)
         try:
             with repeats.watching():
-                return run_export(whole, tensors, batch_dims, way, python)
+                return run_export(whole, tensors, batch_dims, way, python, branches)
         except Exception:  # torch.export raises many unrelated types
             if not repeats.doubtful:
                 raise
-    return run_export(whole, tensors, batch_dims, way, python)
+    return run_export(whole, tensors, batch_dims, way, python, branches)
 
 
 def _possible(way: TraceMethod, *, has_rows: bool, runs: bool) -> bool:

@@ -44,6 +44,7 @@ class RowIndices(RowRules):
     """Rewrites look-ups and writes at indices of True values."""
 
     written: set[Any]  # owners of memory that a call of the graph writes
+    writes_of: list[tuple[fx.Node, fx.Node, fx.Node]]  # result, mask, target
 
     def look_up(self, source: fx.Node, places: Sequence[Any]) -> Any:
         """Return what ``source[places]`` is; None if no index depends on a mask."""
@@ -172,8 +173,15 @@ class RowIndices(RowRules):
                 raise NoRuleError
             known = [known[0].places]
         made = self._write(target, known, values, adds=adds)  # type: ignore[arg-type]
+        return self.finish_write(node, made, values.mask)
+
+    def finish_write(self, node: fx.Node, made: fx.Node, mask: fx.Node) -> fx.Node:
+        """Return the result of a write, which is its target if the mask selects nothing."""
+        target: fx.Node = node.args[0]  # type: ignore[assignment]
+        self.writes_of.append((made, mask, target))
         if packet_name(node.target).endswith("_"):
             made = self.add(_ATEN.copy_.default, target, made)
+            self.writes_of.append((made, mask, target))
         return made
 
     def _write(

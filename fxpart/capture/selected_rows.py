@@ -29,6 +29,7 @@ from fxpart.compiler.effects import (
     packet_name,
 )
 from fxpart.compiler.graph_edit import value
+from fxpart.compiler.size_symbols import expression
 
 _ATEN = torch.ops.aten
 
@@ -41,12 +42,12 @@ def keep_all_rows(graph: fx.Graph) -> tuple[str, ...]:
     """
     if not any(has_unbacked_symbols(node.meta.get("val")) for node in graph.nodes):
         return ()
-    rewriter = _SelectionRewriter(graph)
+    rewriter = SelectionRewriter(graph)
     rewriter.run()
     return tuple(rewriter.reordered)
 
 
-class _SelectionRewriter(RowIndices):
+class SelectionRewriter(RowIndices):
     """Rewrites one graph, call by call."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -54,6 +55,7 @@ class _SelectionRewriter(RowIndices):
         self.numbers: dict[Any, int] = {}
         self.number: dict[fx.Node, int] = {}
         self.writes: Counter[Any] = Counter()  # so far, by owner of the memory
+        self.writes_of = []
         self.written = {root(w) for node in graph.nodes for w in list_written_nodes(node)}
 
     def run(self) -> None:
@@ -82,7 +84,8 @@ class _SelectionRewriter(RowIndices):
         if node in self.known:
             return True
         counts = [a for a in node.all_input_nodes if has_unbacked_symbols(a.meta.get("val"))]
-        return bool(counts) and (is_assert(node) or not is_op(node.target))
+        read = packet_name(node.target) in ("aten.item", "aten._local_scalar_dense")
+        return read or is_assert(node) or (bool(counts) and not is_op(node.target))
 
     def _enumerate(self, node: fx.Node) -> None:
         """Give nodes with equal values, as far as the graph tells, one number."""
@@ -160,6 +163,8 @@ class _SelectionRewriter(RowIndices):
 
     def _unique(self, mask: fx.Node) -> fx.Node:
         """Return the node that stands for equal masks; a copy of one that is written later."""
+        while packet_name(mask.target) in _SAME_SHAPE and _sizes(mask) == _sizes(mask.args[0]):
+            mask = mask.args[0]  # type: ignore[assignment]
         key = (self.number.get(mask, mask), self.writes[root(mask)])
         if key not in self.masks and root(mask) in self.written:
             self.masks[key] = self.add(_ATEN.clone.default, mask)
@@ -241,20 +246,23 @@ class _SelectionRewriter(RowIndices):
             made = self.add(_ATEN.add.Tensor, target, self.only(values, 0))
         else:
             made = self.add(_ATEN.where.self, self.mask_of(values), values.all, target)
-        if packet_name(node.target).endswith("_"):
-            made = self.add(_ATEN.copy_.default, target, made)
-        return made
+        return self.finish_write(node, made, values.mask)
 
 
 
-_SELECTIONS: dict[str, Callable[[_SelectionRewriter, fx.Node], Any]] = {
-    "aten.index.Tensor": _SelectionRewriter._index,
-    "aten.index_select.default": _SelectionRewriter._index_select,
-    "aten.masked_select.default": _SelectionRewriter._masked_select,
-    "aten.nonzero.default": _SelectionRewriter._nonzero,
-    "aten.argwhere.default": _SelectionRewriter._nonzero,
-    "aten.nonzero_numpy.default": _SelectionRewriter._where,
-    "aten.where.default": _SelectionRewriter._where,
+def _sizes(mask: Any) -> list[Any]:
+    return [expression(size) for size in value(mask).shape]
+
+
+_SAME_SHAPE = ("aten.view", "aten.reshape", "aten.flatten")
+_SELECTIONS: dict[str, Callable[[SelectionRewriter, fx.Node], Any]] = {
+    "aten.index.Tensor": SelectionRewriter._index,
+    "aten.index_select.default": SelectionRewriter._index_select,
+    "aten.masked_select.default": SelectionRewriter._masked_select,
+    "aten.nonzero.default": SelectionRewriter._nonzero,
+    "aten.argwhere.default": SelectionRewriter._nonzero,
+    "aten.nonzero_numpy.default": SelectionRewriter._where,
+    "aten.where.default": SelectionRewriter._where,
 }
 _BY_NUMBER = {
     "aten.div.Tensor": _ATEN.div.Tensor,

@@ -69,6 +69,8 @@ from fxpart.compat.saved_tensors import (
     saved_slots,
 )
 from fxpart.compat.symbolic_shapes import (
+    answer_data_dependent,
+    defining_nodes,
     disable_guards,
     floor_division,
     has_unbacked_symbols,
@@ -113,6 +115,8 @@ from fxpart.compat.tracers import (
 )
 
 __all__ = [
+    "answer_data_dependent",
+    "defining_nodes",
     "AttentionPart",
     "StorageReference",
     "TorchDispatchMode",
