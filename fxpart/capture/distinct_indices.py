@@ -72,7 +72,9 @@ class _Proof:
             return self.distinct(node.args[0], dim)
         return self._before(node, name, dim, self.distinct)
 
-    def _before(self, node: fx.Node, name: str, dim: int, proof: Callable[[Any, int], bool]) -> bool:
+    def _before(
+        self, node: fx.Node, name: str, dim: int, proof: Callable[[Any, int], bool]
+    ) -> bool:
         """Apply a proof to the source of a call that moves values without change."""
         source: Any = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or not isinstance(value(source), torch.Tensor):
@@ -88,7 +90,7 @@ class _Proof:
         if name == "aten.permute":
             return proof(source, node.args[1][dim] % dims)  # type: ignore[index]
         if name in ("aten.transpose", "aten.t"):
-            one, other = (d % dims for d in node.args[1:]) if len(node.args) > 2 else (0, 1)  # type: ignore[operator]
+            one, other = (d % dims for d in node.args[1:]) if len(node.args) > 2 else (0, 1)
             return proof(source, {one: other, other: one}.get(dim, dim))
         if name in ("aten.view", "aten.reshape", "aten.flatten", "aten._unsafe_view"):
             last, before = value(node).shape[-1], value(source).shape[-1]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fxpart.capture.source_locations import is_users
+from fxpart.capture.source_locations import is_users, shorten_path
 from fxpart.compat import answer_data_dependent
 
 _LARGE = (1, 2, 3, 1000)
@@ -71,9 +71,13 @@ class Branches(TorchFunctionMode):
         with self, answer_data_dependent(self._answer):
             yield
 
-    def _answer(self, condition: Any, symbol: Any, least: int | None, largest: int | None) -> bool | None:
+    def _answer(
+        self, condition: Any, symbol: Any, least: int | None, largest: int | None
+    ) -> bool | None:
         """Return a condition's truth, which must be the same for all numbers that are not zero."""
-        values = [bool(condition.subs(symbol, n)) for n in _LARGE if largest is None or n <= largest]
+        values = [
+            bool(condition.subs(symbol, n)) for n in _LARGE if largest is None or n <= largest
+        ]
         if (least or 0) > 0 or len(set(values)) != 1:
             return None
         name = str(symbol)
@@ -96,7 +100,9 @@ class Branches(TorchFunctionMode):
                 self._loops[id(parts[0])] = parts[0], size
         elif func in _READS:
             _keep_defined(found)
-        elif func in _VIEWS and args and id(args[0]) in self._loops and _is_column(func, args, found):
+        elif (
+            func in _VIEWS and args and id(args[0]) in self._loops and _is_column(func, args, found)
+        ):
             self._loops[id(found)] = found, self._loops[id(args[0])][1]
         return found
 
@@ -132,7 +138,7 @@ def _users_line() -> str:
     """Return the innermost line of the user's code."""
     for frame in reversed(traceback.extract_stack()):
         if is_users(frame.filename):
-            return f"{frame.filename}:{frame.lineno}"
+            return f"{shorten_path(frame.filename)}:{frame.lineno}: {frame.line}"
     return ""
 
 

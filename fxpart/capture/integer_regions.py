@@ -49,7 +49,7 @@ def select_by_constants(exported: ExportedProgram) -> None:
     }
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
         source, indices = node.args
-        *before, index = indices  # type: ignore[misc]
+        *before, index = indices
         constant = constants.get(getattr(_unlifted(index), "name", ""))
         if any(i is not None for i in before) or constant is None:
             continue
@@ -58,7 +58,9 @@ def select_by_constants(exported: ExportedProgram) -> None:
         at = int(constant)
         if at >= 0:
             with graph.inserting_before(node):
-                found = graph.call_function(torch.ops.aten.slice.Tensor, (source, len(before), at, at + 1))
+                found = graph.call_function(
+                    torch.ops.aten.slice.Tensor, (source, len(before), at, at + 1)
+                )
             found.meta = dict(node.meta)
             node.replace_all_uses_with(found)
             graph.erase_node(node)
@@ -82,7 +84,9 @@ def _is_plain(graph: fx.Graph) -> bool:
     if not all(n.op == "call_function" and not list_written_nodes(n) for n in calls):
         return False
     output = graph.output_node().args[0]
-    if not isinstance(output, tuple | list) or any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in calls):
+    if not isinstance(output, tuple | list) or any(
+        isinstance(n.target, torch._ops.HigherOrderOperator) for n in calls
+    ):
         return False
     return all(isinstance(n, fx.Node) and _is_integer(value(n)) for n in output)
 

@@ -16,7 +16,6 @@ from torch.export import ExportedProgram
 from fxpart.capture.batch_dims import BatchDimInference, resize
 from fxpart.capture.branch_proof import (
     NegatedBranchError,
-    UnprovenBranchError,
     prove_branches,
 )
 from fxpart.capture.call_arguments import CallArguments
@@ -39,6 +38,7 @@ from fxpart.capture.flat_batch import FlatBatch, look_up, unflatten_batch
 from fxpart.capture.forward_gradients import gradients_recorded, refuse_gradients
 from fxpart.capture.fx_trace import name_state, symbolic_trace
 from fxpart.capture.layer_replay import LayerReplay
+from fxpart.capture.mask_origins import UnknownOriginError
 from fxpart.capture.model_outputs import Form
 from fxpart.capture.model_tensors import ModelTensors, loss_prefix, slots_of, state_of
 from fxpart.capture.model_with_loss import ModelWithLoss
@@ -56,6 +56,7 @@ from fxpart.compat import keep_gpu_autocast, size_hint, symbol_names, unwrap_com
 from fxpart.compiler.autocast_region import DEVICES_KEY, WHOLE_KEY
 from fxpart.compiler.float8_linear import KEY as FLOAT8_KEY
 from fxpart.compiler.higher_order_ops import check_regions
+from fxpart.compiler.node_annotation import SKIPPED_KEY
 from fxpart.errors import FxpartError
 from fxpart.program.spec import InputSpec
 
@@ -183,14 +184,16 @@ def _export_proven(
             return run_export(whole, tensors, batch_dims, way, python, other), other.found
 
         try:
-            prove_branches(exported, branches.found, negated, trace)
+            skips = prove_branches(exported, branches.found, negated, trace)
         except NegatedBranchError as found:
             if not negated:
                 negated = found.lines
                 continue
-        except UnprovenBranchError:
+        except UnknownOriginError:
             pass
         else:
+            lines = dict.fromkeys(branch.line for branch in branches.found) if skips else ()
+            exported.graph_module.meta[SKIPPED_KEY] = tuple(lines)
             return exported
         return _export(whole, tensors, batch_dims, way, python, Branches(decides=False))
 

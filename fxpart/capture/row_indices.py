@@ -8,6 +8,7 @@ for every element of the mask.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,8 +128,8 @@ class RowIndices(RowRules):
         """Return the rows of a call that takes away the first dim of size 1."""
         rows = self.known[node.args[0]].rows  # type: ignore[index]
         first = argument(node, "dim") == 0
-        flat = name in ("view", "reshape") and list(node.args[1][1:]) == list(rows.rest)  # type: ignore[index]
-        flat = flat and node.args[1][0] == -1  # type: ignore[index]
+        sizes: Any = node.args[1] if name in ("view", "reshape") else ()
+        flat = list(sizes) == [-1, *rows.rest]
         flat |= name == "flatten" and node.args[1:] == (0, 1)
         if flat or (first and (name == "squeeze" or (name == "select" and node.args[2] == 0))):
             return rows  # type: ignore[no-any-return]
@@ -191,27 +192,25 @@ class RowIndices(RowRules):
         rest = [same(a, b) for a, b in zip(held.shape[count:], values.rest, strict=False)]
         if len(rest) != len(values.rest) or len(rest) != held.dim() - count or not all(rest):
             raise NoRuleError
-        if rows.dtype is not held.dtype or any(k is None or k.mask is not values.mask for k in known):
+        if rows.dtype is not held.dtype or any(
+            k is None or k.mask is not values.mask for k in known
+        ):
             raise NoRuleError
         dims = [k.dim if isinstance(k, Places) else None for k in known]
         if None in dims or not self._fits(target, values.mask, dims):  # type: ignore[arg-type]
             return self._add_at(target, known, values, adds=adds)
         others = [dim for dim in range(values.lead) if dim not in dims]
-        shared = [dim for dim in others if same(rows.shape[dim], 1)]
         if adds:
             total = self._in_order(self._total(values, others), dims)
             return self.add(_ATEN.add.Tensor, target, total)
         chosen = self._in_order(self._any(values.mask, others), dims)
         for _ in values.rest:
             chosen = self.add(_ATEN.unsqueeze.default, chosen, -1)
-        if shared == others:  # all pairs of an index write the same
-            new = values.all
-            for dim in reversed(others):
-                new = self.add(_ATEN.squeeze.dim, new, dim)
-        elif len(others) == 1 and has_at_most_one(values.mask, others[0], self.is_written):
-            new = self._total(values, others)
-        else:
-            raise NoRuleError
+        if others and (
+            len(others) > 1 or not has_at_most_one(values.mask, others[0], self.is_written)
+        ):
+            raise NoRuleError  # gradients of an index that occurs twice are those of both
+        new = self._total(values, others) if others else values.all
         return self.add(_ATEN.where.self, chosen, self._in_order(new, dims), target)
 
     def _add_at(
@@ -252,8 +251,14 @@ class RowIndices(RowRules):
 
 
 def root(node: Any) -> Any:
-    """Return the node that owns the memory of a value."""
-    return list(view_chain(node))[-1] if isinstance(node, fx.Node) else node
+    """Return the node that owns the memory of a value; results of one call own theirs."""
+    if not isinstance(node, fx.Node):
+        return node
+    *chain, owner = view_chain(node)
+    if chain and chain[-1].target is operator.getitem:
+        same_item = (u for u in owner.users if u.target is operator.getitem)
+        return next(u for u in same_item if u.args[1] == chain[-1].args[1])
+    return owner
 
 
 def same(one: Any, other: Any) -> bool:

@@ -33,8 +33,8 @@ class RowRules:
     """A graph whose calls on selected rows are rewritten in order; ``at`` is the present one.
 
     known: what stands for a node of the graph: SelectedRows, Places, Count or a tuple of them.
-    masks: equal masks are one node, by any key. reordered: source lines whose sums have other
-    orders now.
+    masks: equal masks are one node, by any key. reordered: the masks of source lines whose sums
+    have other orders now.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -43,7 +43,7 @@ class RowRules:
         self.at: fx.Node
         self.known: dict[fx.Node, Any] = {}
         self.masks: dict[Any, fx.Node] = {}
-        self.reordered: dict[str, None] = {}
+        self.reordered: dict[str, set[fx.Node]] = {}
         self._constant: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def call(self, node: fx.Node, name: str) -> Any:
@@ -65,9 +65,10 @@ class RowRules:
             raise NoRuleError
         return rows
 
-    def _note_order(self) -> None:
+    def _note_order(self, rows: SelectedRows) -> None:
         """Note that the present call sums in another order than the module."""
-        self.reordered[source_line(self.at.meta.get("stack_trace")) or self.at.name] = None
+        line = source_line(self.at.meta.get("stack_trace")) or self.at.name
+        self.reordered.setdefault(line, set()).add(rows.mask)
 
     def only(self, rows: SelectedRows, constant: float) -> fx.Node:
         """Return all rows, with a constant in those that are not selected."""
@@ -177,7 +178,7 @@ class RowRules:
         rows = self.rows(node.args[0])
         if name not in ("sum", "mean") or argument(node, "keepdim", False):
             raise NoRuleError
-        self._note_order()
+        self._note_order(rows)
         made = self.only(rows, 0)
         dtype = {k: v for k, v in kwargs.items() if k == "dtype" and v is not None}
         dims = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -195,6 +196,7 @@ class RowRules:
         return self.add(_ATEN.div.Tensor, total, count)
 
     def size(self, node: fx.Node, dim: int) -> Any:
+        """Return the size of a dim as a number or a node."""
         size = value(node).shape[dim]
         return size if isinstance(size, int) else self.add(_ATEN.sym_size.int, node, dim)
 
@@ -217,7 +219,7 @@ class RowRules:
     def _reduced(self, rows: SelectedRows, reduction: int) -> Any:
         if reduction == _NONE:
             return rows
-        self._note_order()
+        self._note_order(rows)
         total = self.add(_ATEN.sum.default, self.only(rows, 0))
         if reduction != _MEAN:
             return total
@@ -234,7 +236,7 @@ class RowRules:
         fits = scores.mask is labels.mask and scores.rest and _is_integer(value(labels.all).dtype)
         if not fits or given["weight"] in self.known:
             raise NoRuleError
-        self._note_order()
+        self._note_order(scores)
         ignored = self.only(labels, given["ignore_index"])
         for name, each in zip(declared, (self.safe(scores, ""), ignored), strict=False):
             given[name] = self.add(_ATEN.flatten.using_ints, each, 0, scores.lead - 1)
@@ -260,7 +262,7 @@ class RowRules:
         )
         if not fits:
             raise NoRuleError
-        self._note_order()
+        self._note_order(rows)
         made = self.add(node.target, self.safe(rows, name), *node.args[1:], **node.kwargs)
         return SelectedRows(made, rows.mask, computed=True)
 

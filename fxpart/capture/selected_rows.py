@@ -37,14 +37,19 @@ _ATEN = torch.ops.aten
 def keep_all_rows(graph: fx.Graph) -> tuple[str, ...]:
     """Replace calls on rows that masks select by calls on all rows, as far as they have rules.
 
-    A size that depends on data afterwards is one for ``refuse_data_sizes``. Return the source lines
-    whose sums are in another order now.
+    A size that depends on data afterwards is one for ``refuse_data_sizes``. Return which sums are
+    in another order now, and where.
     """
     if not any(has_unbacked_symbols(node.meta.get("val")) for node in graph.nodes):
         return ()
     rewriter = SelectionRewriter(graph)
     rewriter.run()
-    return tuple(rewriter.reordered)
+    return tuple(_describe(line, len(masks)) for line, masks in rewriter.reordered.items())
+
+
+def _describe(line: str, masks: int) -> str:
+    selected = "a mask selects" if masks == 1 else f"each of {masks} masks selects"
+    return f"rows that {selected} are computed with all rows ({line})"
 
 
 class SelectionRewriter(RowIndices):
@@ -59,6 +64,7 @@ class SelectionRewriter(RowIndices):
         self.written = {root(w) for node in graph.nodes for w in list_written_nodes(node)}
 
     def run(self) -> None:
+        """Rewrite the graph."""
         for node in list(self.graph.nodes):
             self._enumerate(node)
             self.writes.update(map(root, list_written_nodes(node)))
@@ -247,7 +253,6 @@ class SelectionRewriter(RowIndices):
         else:
             made = self.add(_ATEN.where.self, self.mask_of(values), values.all, target)
         return self.finish_write(node, made, values.mask)
-
 
 
 def _sizes(mask: Any) -> list[Any]:

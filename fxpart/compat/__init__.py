@@ -115,13 +115,12 @@ from fxpart.compat.tracers import (
 )
 
 __all__ = [
-    "answer_data_dependent",
-    "defining_nodes",
     "AttentionPart",
     "StorageReference",
     "TorchDispatchMode",
     "active_modes",
     "active_tracer",
+    "answer_data_dependent",
     "attend",
     "attend_backward",
     "compile_counters",
@@ -130,6 +129,7 @@ __all__ = [
     "default_device_of",
     "default_store",
     "deferred_code",
+    "defining_nodes",
     "detach_constant",
     "disable_guards",
     "disable_mask_detection",

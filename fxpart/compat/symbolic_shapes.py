@@ -110,7 +110,8 @@ def share_number_of_rows(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 @contextmanager
-def answer_data_dependent(answer: Callable[[Any, Any, int | None, int | None], bool | None],
+def answer_data_dependent(
+    answer: Callable[[Any, Any, int | None, int | None], bool | None],
 ) -> Iterator[None]:
     """Answer conditions on one number that depends on data, which no tracer can decide.
 
@@ -118,6 +119,7 @@ def answer_data_dependent(answer: Callable[[Any, Any, int | None, int | None], b
     no limit) to a truth value, or None to raise torch's error. Uses ``ShapeEnv.evaluate_expr``.
     """
     import sympy
+    from sympy.core.relational import Relational
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
     original = ShapeEnv.evaluate_expr
@@ -126,7 +128,7 @@ def answer_data_dependent(answer: Callable[[Any, Any, int | None, int | None], b
         try:
             return original(self, expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
-            if len(expr.free_symbols) != 1 or not isinstance(expr, sympy.core.relational.Relational):
+            if len(expr.free_symbols) != 1 or not isinstance(expr, Relational):
                 raise
             (symbol,) = expr.free_symbols
             limits = self.var_to_range[symbol]
@@ -136,7 +138,7 @@ def answer_data_dependent(answer: Callable[[Any, Any, int | None, int | None], b
                 raise
             return sympy.true if found else sympy.false
 
-    ShapeEnv.evaluate_expr = evaluate_expr  # type: ignore[method-assign]
+    ShapeEnv.evaluate_expr = evaluate_expr  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
