@@ -34,6 +34,7 @@ class BranchedGraph:
 
     def __init__(self, exported: ExportedProgram, branches: Sequence[Branch]) -> None:
         """Rewrite a copy of the exported graph."""
+        self.exported, self.branches = exported, branches
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         result = self.graph.graph_copy(exported.graph, self.copies)
@@ -80,8 +81,7 @@ def prove_branches(
 
     Return whether a branch skips weights, which then have no gradient if no rows are selected.
     negated: lines that the trace took as negated. trace: traces again, with a function that decides
-    branches. All masks at once select nothing,
-    then every other one, then those in between.
+    branches. First all masks select nothing, then every other one, then those in between.
     """
     first = BranchedGraph(exported, branches)
     if first.negated != negated:
@@ -96,29 +96,42 @@ def prove_branches(
         def chosen(at: int, remainder: int | None = remainder) -> bool:
             return remainder is None or at % 2 == remainder
 
-        order = _Order(branches, [groups[forms] for forms in first.forms], chosen)
-        try:
-            other, found = trace(order.is_empty)
-        except Exception as failure:  # torch.export raises many unrelated types
-            raise UnprovenBranchError from failure
-        compared = BranchedGraph(other, found)
-        empty = [f for forms, at in groups.items() if chosen(at) for f in forms]
-        pairs = [
-            (first.read[at][0], read[0]) for at, read in zip(order.met, compared.read, strict=True)
-        ]
-        left_out = [
-            f for b, forms in zip(found, compared.forms, strict=True) if b.empty for f in forms
-        ]
-        graph, copies = first.without(empty)
-        other_graph, other_copies = compared.without(left_out)
-        ours = _Lines(graph, exported, [copies[one] for one, _ in pairs])
-        theirs = _Lines(other_graph, other, [other_copies[another] for _, another in pairs])
-        if ours.text != theirs.text:
+        for nested in (True, False):
+            order = _Order(branches, [groups[f] for f in first.forms], chosen, nested=nested)
+            try:
+                other = BranchedGraph(*trace(order.is_empty))
+            except Exception as failure:  # torch.export raises many unrelated types
+                if nested:
+                    continue
+                raise UnprovenBranchError from failure
+            empty = [f for forms, at in groups.items() if chosen(at) for f in forms]
+            if _are_equal(first, other, order.met, empty):
+                break
+        else:
             raise UnprovenBranchError
-        skips |= (remainder is not None or len(groups) == 1) and bool(
-            weights - _Lines(compared.graph, other, []).weights
-        )
+        if remainder is not None or len(groups) == 1:
+            skips |= bool(weights - _Lines(other.graph, other.exported, []).weights)
     return skips
+
+
+def _are_equal(
+    first: BranchedGraph, other: BranchedGraph, met: Sequence[int], empty: Sequence[Form]
+) -> bool:
+    """Return whether two traces compute the same where these masks select nothing.
+
+    met: the branches of the first trace that the other one met.
+    """
+    left_out = [
+        form
+        for branch, forms in zip(other.branches, other.forms, strict=True)
+        if branch.empty
+        for form in forms
+    ]
+    graph, copies = first.without(empty)
+    ours = _Lines(graph, first.exported, [copies[first.read[at][0]] for at in met])
+    graph, copies = other.without(left_out)
+    theirs = _Lines(graph, other.exported, [copies[node] for node, _ in other.read])
+    return ours.text == theirs.text
 
 
 class NegatedBranchError(Exception):
@@ -133,23 +146,34 @@ class NegatedBranchError(Exception):
 class _Order:
     """Finds the branches of the first trace in another one, where some do not occur.
 
-    met: which branches of the first trace the other one met so far.
+    met: which branches of the first trace the other one met so far. nested: whether a branch does
+    not occur after an earlier one about the same masks that was decided as empty.
     """
 
     def __init__(
-        self, branches: Sequence[Branch], groups: Sequence[int], chosen: Callable[[int], bool]
+        self,
+        branches: Sequence[Branch],
+        groups: Sequence[int],
+        chosen: Callable[[int], bool],
+        *,
+        nested: bool,
     ) -> None:
-        self.branches, self.groups, self.chosen = branches, groups, chosen
+        self.branches, self.groups, self.chosen, self.nested = branches, groups, chosen, nested
         self.met: list[int] = []
 
     def is_empty(self, line: str, element: int | None) -> bool:
         start = self.met[-1] + 1 if self.met else 0
         for at in range(start, len(self.branches)):
             branch = self.branches[at]
-            if (branch.line, branch.element) == (line, element):
+            before = self.nested and element is None and self._is_decided(at)
+            if not before and (branch.line, branch.element) == (line, element):
                 self.met.append(at)
                 return self.chosen(self.groups[at])
         raise UnprovenBranchError
+
+    def _is_decided(self, at: int) -> bool:
+        group = self.groups[at]
+        return self.chosen(group) and any(self.groups[met] == group for met in self.met)
 
 
 class _Lines:

@@ -67,7 +67,6 @@ class MaskOrigins:
         if node.op != "call_function" or not isinstance(held, torch.Tensor):
             return itself
         source: Any = node.args[0] if node.args else None
-        dims = value(source).dim() if isinstance(value(source), torch.Tensor) else 0
         if name == "aten.eq" and isinstance(node.args[1], int) and not items:
             return frozenset({("value", self._ids(source), node.args[1])})
         if name == "aten.one_hot" and list(items) == [held.dim() - 1]:
@@ -80,54 +79,8 @@ class MaskOrigins:
                 return frozenset({("value", self._ids(node.args[2]), items[0])})
         if name in ("aten.logical_and", "aten.bitwise_and") and not exact:
             return self.of(source, items) | self.of(node.args[1], items)
-        zero = name in ("aten.ne", "aten.gt", "aten.greater") and node.args[1] == 0
-        if (zero and _is_count(source)) or (
-            name in _MOVED and name != "aten.any" and not _rounds(node)
-        ):
-            return self.of(source, items, exact=exact)
-        if name in ("aten.any", "aten.sum") and _is_count(source):
-            gone = argument(node, "dim", None)
-            gone = list(range(dims)) if gone is None or gone == [] else gone
-            gone = [d % dims for d in (gone if isinstance(gone, list | tuple) else [gone])]
-            kept = list(range(dims)) if argument(node, "keepdim", False) else [
-                d for d in range(dims) if d not in gone
-            ]  # fmt: skip
-            return self.of(source, {kept[d]: i for d, i in items.items()}, exact=exact)
-        if name == "aten.select":
-            at = argument(node, "dim") % dims
-            moved = {d + (d >= at): i for d, i in items.items()}
-            index = argument(node, "index")
-            if isinstance(index, int) and index >= 0:
-                return self.of(source, {**moved, at: index}, exact=exact)
-        if name == "aten.permute":
-            order: Any = [d % dims for d in node.args[1]]  # type: ignore[union-attr, operator]
-            return self.of(source, {order[d]: i for d, i in items.items()}, exact=exact)
-        if name == "aten.transpose":
-            one, two = (int(d) % dims for d in node.args[1:])  # type: ignore[arg-type]
-            swap = {one: two, two: one}
-            return self.of(source, {swap.get(d, d): i for d, i in items.items()}, exact=exact)
-        if name == "aten.slice" and _is_single(held, argument(node, "dim") % dims):
-            at, start = argument(node, "dim") % dims, argument(node, "start")
-            rest = {d: i for d, i in items.items() if d != at}
-            return self.of(source, {**rest, at: start}, exact=exact)
-        if name == "aten.squeeze" and len(node.args) == 2 and isinstance(node.args[1], int):
-            at = node.args[1] % dims
-            if held.dim() < dims:
-                moved = {d + (d >= at): i for d, i in items.items()}
-                return self.of(source, {**moved, at: 0}, exact=exact)
-        if node.target is operator.getitem and packet_name(source.target) == "aten.unbind":
-            at = argument(source, "dim") % (held.dim() + 1)
-            moved = {d + (d >= at): i for d, i in items.items()}
-            item: Any = node.args[1]
-            return self.of(source.args[0], {**moved, at: item}, exact=exact)
-        last = held.dim() - 1
-        if name in _VIEWS and list(items) == [last] and dims and name != "aten.expand":
-            sizes = held.shape[-1], value(source).shape[-1]
-            if sizes[0] == sizes[1] and all(type(size) is int for size in sizes):
-                return self.of(source, {dims - 1: items[last]}, exact=exact)
-        if name in _VIEWS and not items:
-            return self.of(source, {}, exact=exact)
-        return itself
+        found = _before(node, name, source, items)
+        return itself if found is None else self.of(*found, exact=exact)
 
     def _ids(self, node: Any) -> Any:
         """Return the tensor whose values are those of ``node``, in any shape."""
@@ -136,6 +89,74 @@ class MaskOrigins:
                 break
             node = node.args[0]
         return object() if self.is_written(node) else node
+
+
+def _before(
+    node: fx.Node, name: str, source: Any, items: dict[int, int]
+) -> tuple[Any, dict[int, int]] | None:
+    """Return values of a call's source that are empty together with ``node[items]``."""
+    if node.target is operator.getitem and packet_name(source.target) == "aten.unbind":
+        item: Any = node.args[1]
+        return source.args[0], _with(items, argument(source, "dim") % (value(node).dim() + 1), item)
+    if not isinstance(value(source), torch.Tensor):
+        return None
+    dims = value(source).dim()
+    if name in ("aten.ne", "aten.gt", "aten.greater"):
+        return (source, items) if node.args[1] == 0 and _is_count(source) else None
+    if name in ("aten.any", "aten.sum"):
+        return (source, _unreduced(node, dims, items)) if _is_count(source) else None
+    if name in _MOVED:
+        return None if _rounds(node) else (source, items)
+    return _before_view(node, name, source, items, dims)
+
+
+def _before_view(
+    node: fx.Node, name: str, source: Any, items: dict[int, int], dims: int
+) -> tuple[Any, dict[int, int]] | None:
+    """Return the part of a view's source that ``node[items]`` is."""
+    held = value(node)
+    if name in ("aten.select", "aten.slice"):
+        at, index = argument(node, "dim") % dims, argument(node, "index", argument(node, "start"))
+        if not isinstance(index, int) or index < 0:
+            return None
+        if name == "aten.select":
+            return source, _with(items, at, index)
+        rest = {d: i for d, i in items.items() if d != at}
+        return (source, {**rest, at: index}) if _is_single(held, at) else None
+    if name == "aten.squeeze" and len(node.args) == 2 and isinstance(node.args[1], int):
+        at = node.args[1] % dims
+        return source, items if held.dim() == dims else _with(items, at, 0)
+    if name == "aten.permute":
+        order: Any = [d % dims for d in node.args[1]]  # type: ignore[union-attr, operator]
+        return source, {order[d]: i for d, i in items.items()}
+    if name == "aten.transpose":
+        one, two = (int(d) % dims for d in node.args[1:])  # type: ignore[arg-type]
+        swap = {one: two, two: one}
+        return source, {swap.get(d, d): i for d, i in items.items()}
+    if name not in _VIEWS:
+        return None
+    last = held.dim() - 1
+    if list(items) == [last] and dims and name != "aten.expand":
+        sizes = held.shape[-1], value(source).shape[-1]
+        kept = all(type(size) is int for size in sizes) and sizes[0] == sizes[1]
+        return (source, {dims - 1: items[last]}) if kept else None
+    return None if items else (source, {})
+
+
+def _with(items: dict[int, int], dim: int, item: int) -> dict[int, int]:
+    """Return items of a tensor that has one more dim."""
+    return {**{d + (d >= dim): i for d, i in items.items()}, dim: item}
+
+
+def _unreduced(node: fx.Node, dims: int, items: dict[int, int]) -> dict[int, int]:
+    """Return items of a reduced tensor as those of the tensor before."""
+    given = argument(node, "dim", None)
+    listed = range(dims) if given is None or given == [] else given
+    gone = {d % dims for d in ([listed] if isinstance(listed, int) else listed)}
+    if argument(node, "keepdim", False):
+        return {d: i for d, i in items.items() if d not in gone}
+    kept = [d for d in range(dims) if d not in gone]
+    return {kept[d]: i for d, i in items.items()}
 
 
 def _compare(compare: Callable[[Any, Any], bool], bound: Any, number: Any) -> int:
