@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from fxpart.capture.source_locations import is_users, shorten_path
 from fxpart.compat import answer_data_dependent
 
-_LARGE = (1, 2, 3, 1000)
+_LARGEST = 1 << 62  # a linear condition that is the same for 1 and this is so in between
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,14 @@ class Branches(TorchFunctionMode):
     def _answer(
         self, condition: Any, symbol: Any, least: int | None, largest: int | None
     ) -> bool | None:
-        """Return a condition's truth, which must be the same for all numbers that are not zero."""
-        values = [
-            bool(condition.subs(symbol, n)) for n in _LARGE if largest is None or n <= largest
-        ]
-        if (least or 0) > 0 or len(set(values)) != 1:
+        """Return the truth of a condition that depends only on whether the number is zero."""
+        difference = condition.lhs - condition.rhs
+        linear = difference.is_polynomial(symbol) and difference.diff(symbol).is_number
+        if not linear or (least or 0) > 0:
+            return None
+        most = _LARGEST if largest is None else min(largest, _LARGEST)
+        zero, one, many = (bool(condition.subs(symbol, n)) for n in (0, 1, most))
+        if zero == one or one != many:
             return None
         name = str(symbol)
         if name not in self._zero:
@@ -86,7 +89,7 @@ class Branches(TorchFunctionMode):
             empty = self.is_empty(line, None)
             self._zero[name] = empty != (line in self.negated)
             self.found.append(Branch(name, line, None, empty))
-        return bool(condition.subs(symbol, 0)) if self._zero[name] else values[0]
+        return zero if self._zero[name] else one
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one call; a loop over the True values of a mask [n] runs over all n."""

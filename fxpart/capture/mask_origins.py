@@ -44,10 +44,13 @@ class MaskOrigins:
             elif name not in _MOVED or _rounds(node):
                 break
             node = node.args[0]  # type: ignore[assignment]
-        results = [bool(_follow(reversed(steps), n)) for n in (0, 1, 2, 1000)]
+        results = [bool(_follow(reversed(steps), n)) for n in (0, 1, 2, 1 << 62)]
         if results[0] == results[1] or len(set(results[1:])) != 1:
             raise UnknownOriginError
-        return self._exactly(node, {}), results[0]
+        found = self._exactly(node, {})
+        if not _is_count(node) and all(kind != "value" for kind, *_ in found):
+            raise UnknownOriginError  # a number that may be negative
+        return found, results[0]
 
     def _exactly(self, node: fx.Node, items: dict[int, int]) -> frozenset[Form]:
         found = self.of(node, items, exact=True)

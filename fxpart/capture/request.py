@@ -206,12 +206,14 @@ def _export(
     python: PythonState,
     branches: Branches,
 ) -> ExportedProgram:
-    """Run torch.export with layer replay, and again in full if replay fails."""
+    """Run torch.export with layer replay, and again in full if it fails or would hide branches."""
     if not way.strict:
         repeats = LayerReplay(whole)
         try:
             with repeats.watching():
-                return run_export(whole, tensors, batch_dims, way, python, branches)
+                exported = run_export(whole, tensors, batch_dims, way, python, branches)
+            if not (branches.found and repeats.repeated):
+                return exported
         except Exception:  # torch.export raises many unrelated types
             if not repeats.doubtful:
                 raise
