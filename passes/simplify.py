@@ -19,8 +19,9 @@ class SimplifyPass:
     """Remove dead ops without side effects, and ops that return their input.
 
     Removed: conversions to the current dtype and device, disabled dropout, ``alias``, expansion,
-    view and slice to the same shape, contiguous of a contiguous tensor. Every bit, stride and
-    gradient is preserved.
+    view and slice to the same shape, contiguous of a contiguous tensor. ``type_as`` becomes a
+    conversion to the dtype, which does not read the other tensor. Every bit, stride and gradient is
+    preserved.
     """
 
     name: ClassVar[str] = "simplify"
@@ -34,6 +35,8 @@ class SimplifyPass:
             check = (
                 _IDENTITIES.get(packet_name(node.target)) if node.op == "call_function" else None
             )
+            if node.target is torch.ops.aten.type_as.default:
+                _convert_without_example(node)
             if check is None or not check(node):
                 continue
             source = node.args[0]
@@ -42,6 +45,14 @@ class SimplifyPass:
                 graph.erase_node(node)
         remove_dead_nodes(graph)
         return graph_module
+
+
+def _convert_without_example(node: fx.Node) -> None:
+    """Write ``x.type_as(y)`` as ``x.to(dtype)``, whatever the shape of y."""
+    source, example = node.args
+    if value(source).device == value(example).device:
+        node.target = torch.ops.aten.to.dtype
+        node.args = (source, value(example).dtype)
 
 
 def _same_tensor(a: fx.Node, b: fx.Node) -> bool:

@@ -37,6 +37,7 @@ from fxpart.capture.precision import autocast_dtype
 from fxpart.capture.request import CaptureRequest, trace_request
 from fxpart.capture.shape_probe import ShapeProbe
 from fxpart.compat import unwrap_compiled, unwrapped
+from fxpart.compiler.node_annotation import SKIPPED_KEY
 from fxpart.errors import FxpartError, Problem, error
 
 _TRACING = threading.RLock()  # Tracing replaces functions of torch, for all threads.
@@ -134,6 +135,7 @@ def _captured(
         assigned=trial.whole.assigned,
     )
     captured = trace_request(request)
+    _warn_about_skipped_weights(captured.graph.meta.get(SKIPPED_KEY, ()))
     if backwards:
         captured = keep_custom_backwards(captured, backwards, calls, request)
     if request.loss_name is not None:
@@ -147,6 +149,16 @@ def _warn_about_written_inputs(names: Sequence[str]) -> None:
             f"FXP113: forward writes {', '.join(names)} in place; a trainer leaves its batches "
             "unchanged, so a batch that is passed again has not the values that it has in plain "
             "PyTorch; compute new tensors instead",
+            stacklevel=3,
+        )
+
+
+def _warn_about_skipped_weights(lines: Sequence[str]) -> None:
+    if lines:
+        warnings.warn(
+            f"FXP113: {', '.join(lines)}: forward skips weights for which no row is selected; "
+            "they get zero gradients, so weight decay and momentum change them; plain PyTorch "
+            "leaves them without a gradient; remove the branch to have the same",
             stacklevel=3,
         )
 

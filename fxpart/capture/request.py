@@ -14,6 +14,10 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from fxpart.capture.batch_dims import BatchDimInference, resize
+from fxpart.capture.branch_proof import (
+    NegatedBranchError,
+    prove_branches,
+)
 from fxpart.capture.call_arguments import CallArguments
 from fxpart.capture.captured_model import CapturedModel
 from fxpart.capture.context_managers import (
@@ -22,6 +26,7 @@ from fxpart.capture.context_managers import (
     prepare_capture,
     training_mode,
 )
+from fxpart.capture.empty_selections import Branch, Branches
 from fxpart.capture.failure_causes import problems_of, summarize_exception
 from fxpart.capture.fake_tensors import (
     as_meta,
@@ -33,6 +38,7 @@ from fxpart.capture.flat_batch import FlatBatch, look_up, unflatten_batch
 from fxpart.capture.forward_gradients import gradients_recorded, refuse_gradients
 from fxpart.capture.fx_trace import name_state, symbolic_trace
 from fxpart.capture.layer_replay import LayerReplay
+from fxpart.capture.mask_origins import UnknownOriginError
 from fxpart.capture.model_outputs import Form
 from fxpart.capture.model_tensors import ModelTensors, loss_prefix, slots_of, state_of
 from fxpart.capture.model_with_loss import ModelWithLoss
@@ -50,6 +56,7 @@ from fxpart.compat import keep_gpu_autocast, size_hint, symbol_names, unwrap_com
 from fxpart.compiler.autocast_region import DEVICES_KEY, WHOLE_KEY
 from fxpart.compiler.float8_linear import KEY as FLOAT8_KEY
 from fxpart.compiler.higher_order_ops import check_regions
+from fxpart.compiler.node_annotation import SKIPPED_KEY
 from fxpart.errors import FxpartError
 from fxpart.program.spec import InputSpec
 
@@ -129,7 +136,7 @@ def _run(request: CaptureRequest) -> CapturedModel:
                 return name_state(traced, request.names, state, prefix)
             if mode is not None:
                 tensors = [make_fake(mode, t) for t in tensors]
-            exported = _export(whole, tensors, request.batch_dims, way, python)
+            exported = _export_proven(whole, tensors, request.batch_dims, way, python)
             return unlift(exported, request.names, state, prefix)
 
         # torch.fx tracing does not record autocast.
@@ -155,23 +162,62 @@ def _run(request: CaptureRequest) -> CapturedModel:
     return replace(result, seconds=time.perf_counter() - start)
 
 
-def _export(
+def _export_proven(
     whole: ModelWithLoss,
     tensors: Sequence[torch.Tensor],
     batch_dims: Sequence[int | None],
     way: TraceMethod,
     python: PythonState,
 ) -> ExportedProgram:
-    """Run torch.export with layer replay, and again in full if replay fails."""
+    """Run torch.export; raise its error for a branch on data that may compute something else."""
+    negated: frozenset[str] = frozenset()
+    while True:
+        branches = Branches(negated=negated)
+        exported = _export(whole, tensors, batch_dims, way, python, branches)
+        if not branches.found:
+            return exported
+
+        def trace(
+            is_empty: Callable[[str, int | None], bool], negated: frozenset[str] = negated
+        ) -> tuple[ExportedProgram, Sequence[Branch]]:
+            other = Branches(is_empty, negated)
+            return run_export(whole, tensors, batch_dims, way, python, other), other.found
+
+        try:
+            skips = prove_branches(exported, branches.found, negated, trace)
+        except NegatedBranchError as found:
+            if not negated:
+                negated = found.lines
+                continue
+        except UnknownOriginError:
+            pass
+        else:
+            lines = dict.fromkeys(branch.line for branch in branches.found) if skips else ()
+            exported.graph_module.meta[SKIPPED_KEY] = tuple(lines)
+            return exported
+        return _export(whole, tensors, batch_dims, way, python, Branches(decides=False))
+
+
+def _export(
+    whole: ModelWithLoss,
+    tensors: Sequence[torch.Tensor],
+    batch_dims: Sequence[int | None],
+    way: TraceMethod,
+    python: PythonState,
+    branches: Branches,
+) -> ExportedProgram:
+    """Run torch.export with layer replay, and again in full if it fails or would hide branches."""
     if not way.strict:
         repeats = LayerReplay(whole)
         try:
             with repeats.watching():
-                return run_export(whole, tensors, batch_dims, way, python)
+                exported = run_export(whole, tensors, batch_dims, way, python, branches)
+            if not (branches.found and repeats.repeated):
+                return exported
         except Exception:  # torch.export raises many unrelated types
             if not repeats.doubtful:
                 raise
-    return run_export(whole, tensors, batch_dims, way, python)
+    return run_export(whole, tensors, batch_dims, way, python, branches)
 
 
 def _possible(way: TraceMethod, *, has_rows: bool, runs: bool) -> bool:

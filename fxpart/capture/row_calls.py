@@ -24,7 +24,8 @@ class NoRuleError(Exception):
 class SelectedRows:
     """Rows that a mask selects, in a tensor [*lead, *rest] of all rows.
 
-    mask: bool [*lead]. computed: whether a call has computed them, from other rows that are safe.
+    mask: bool [*lead]. A dim of the mask on which rows do not depend may have size 1 in all rows.
+    computed: whether a call has computed them, from other rows that are safe.
     """
 
     all: fx.Node

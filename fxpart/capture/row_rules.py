@@ -33,8 +33,8 @@ class RowRules:
     """A graph whose calls on selected rows are rewritten in order; ``at`` is the present one.
 
     known: what stands for a node of the graph: SelectedRows, Places, Count or a tuple of them.
-    masks: equal masks are one node, by any key. reordered: source lines whose sums have other
-    orders now.
+    masks: equal masks are one node, by any key. reordered: the masks of source lines whose sums
+    have other orders now.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -43,7 +43,7 @@ class RowRules:
         self.at: fx.Node
         self.known: dict[fx.Node, Any] = {}
         self.masks: dict[Any, fx.Node] = {}
-        self.reordered: dict[str, None] = {}
+        self.reordered: dict[str, set[fx.Node]] = {}
         self._constant: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def call(self, node: fx.Node, name: str) -> Any:
@@ -65,9 +65,10 @@ class RowRules:
             raise NoRuleError
         return rows
 
-    def _note_order(self) -> None:
+    def _note_order(self, rows: SelectedRows) -> None:
         """Note that the present call sums in another order than the module."""
-        self.reordered[source_line(self.at.meta.get("stack_trace")) or self.at.name] = None
+        line = source_line(self.at.meta.get("stack_trace")) or self.at.name
+        self.reordered.setdefault(line, set()).add(rows.mask)
 
     def only(self, rows: SelectedRows, constant: float) -> fx.Node:
         """Return all rows, with a constant in those that are not selected."""
@@ -80,15 +81,32 @@ class RowRules:
             mask = self.add(_ATEN.unsqueeze.default, mask, -1)
         return mask
 
-    def _safe(self, rows: SelectedRows, name: str) -> fx.Node:
+    def safe(self, rows: SelectedRows, name: str) -> fx.Node:
         """Return all rows, the others with a constant at which functions have a derivative."""
         dtype = value(rows.all).dtype
         if dtype is torch.bool or (rows.computed and name not in SENSITIVE):
             return rows.all
         key = (rows.all, rows.mask)
         if key not in self._constant:
-            self._constant[key] = self.only(rows, 0 if _is_integer(dtype) else 0.5)
+            mask = rows.mask
+            for dim in self._shared(rows):
+                mask = self.add(_ATEN.any.dim, mask, dim, True)
+            fixed = SelectedRows(rows.all, mask)
+            self._constant[key] = self.only(fixed, 0 if _is_integer(dtype) else 0.5)
         return self._constant[key]
+
+    def _shared(self, rows: SelectedRows) -> list[int]:
+        """Return the dims of the mask on which rows do not depend: they have size 1 there."""
+        sizes = zip(value(rows.all).shape, value(rows.mask).shape, strict=False)
+        return [d for d, (own, lead) in enumerate(sizes) if is_one(own) and not is_one(lead)]
+
+    def spread(self, rows: SelectedRows) -> SelectedRows:
+        """Return rows with all dims of the mask."""
+        if not self._shared(rows):
+            return rows
+        sizes = [self.size(rows.mask, dim) for dim in range(rows.lead)]
+        made = self.add(_ATEN.expand.default, rows.all, [*sizes, *(-1 for _ in rows.rest)])
+        return SelectedRows(made, rows.mask, rows.computed)
 
     def _by_row(self, node: fx.Node) -> Any:
         """Make a call on all rows that computes each row by itself, or sums them up."""
@@ -112,7 +130,9 @@ class RowRules:
             args, kwargs, over_rows = dims_on_all_rows(target, name, args, kwargs, first)
             if over_rows:
                 return self._reduce(node, name, args, kwargs)
-        safe = {a: self._safe(rows, name) for a, rows in operands.items()}
+        if not elementwise and len(operands) > 1:
+            operands = {a: self.spread(rows) for a, rows in operands.items()}
+        safe = {a: self.safe(rows, name) for a, rows in operands.items()}
         args, kwargs = fx.node.map_arg((args, kwargs), lambda a: safe.get(a, a))
         made = SelectedRows(self.add(target, *args, **kwargs), first.mask, computed=True)
         if written is not None:
@@ -158,7 +178,7 @@ class RowRules:
         rows = self.rows(node.args[0])
         if name not in ("sum", "mean") or argument(node, "keepdim", False):
             raise NoRuleError
-        self._note_order()
+        self._note_order(rows)
         made = self.only(rows, 0)
         dtype = {k: v for k, v in kwargs.items() if k == "dtype" and v is not None}
         dims = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -172,10 +192,11 @@ class RowRules:
         sizes = value(rows.all).shape
         for dim in range(rows.lead, len(sizes)):
             if not dims or dim in dims:
-                count = self.add(_ATEN.mul.Tensor, count, self._size(rows.all, dim))
+                count = self.add(_ATEN.mul.Tensor, count, self.size(rows.all, dim))
         return self.add(_ATEN.div.Tensor, total, count)
 
-    def _size(self, node: fx.Node, dim: int) -> Any:
+    def size(self, node: fx.Node, dim: int) -> Any:
+        """Return the size of a dim as a number or a node."""
         size = value(node).shape[dim]
         return size if isinstance(size, int) else self.add(_ATEN.sym_size.int, node, dim)
 
@@ -188,7 +209,7 @@ class RowRules:
         for operand in node.all_input_nodes:
             self._check_operand(operand, first, like=True)
             if operand in self.known:
-                safe[operand] = self._safe(self.known[operand], name)
+                safe[operand] = self.safe(self.spread(self.known[operand]), name)
         given = {a.name: argument(node, a.name) for a in operation_schema(node.target).arguments}
         given = fx.node.map_arg({**given, "reduction": _NONE}, lambda a: safe.get(a, a))
         positional, named = _by_schema(node.target, given)
@@ -198,33 +219,33 @@ class RowRules:
     def _reduced(self, rows: SelectedRows, reduction: int) -> Any:
         if reduction == _NONE:
             return rows
-        self._note_order()
+        self._note_order(rows)
         total = self.add(_ATEN.sum.default, self.only(rows, 0))
         if reduction != _MEAN:
             return total
         count = self.count(rows.mask).number
         for dim in range(rows.lead, value(rows.all).dim()):
-            count = self.add(_ATEN.mul.Tensor, count, self._size(rows.all, dim))
+            count = self.add(_ATEN.mul.Tensor, count, self.size(rows.all, dim))
         return self.add(_ATEN.div.Tensor, total, count)
 
     def _cross_entropy(self, node: fx.Node) -> Any:
         """Return a loss of classes: rows that are not selected have the ignored class."""
-        scores, labels = self.rows(node.args[0]), self.rows(node.args[1])
+        scores, labels = (self.spread(self.rows(node.args[at])) for at in (0, 1))
         declared = [a.name for a in operation_schema(node.target).arguments]
         given = {name: argument(node, name) for name in declared}
         fits = scores.mask is labels.mask and scores.rest and _is_integer(value(labels.all).dtype)
         if not fits or given["weight"] in self.known:
             raise NoRuleError
-        self._note_order()
+        self._note_order(scores)
         ignored = self.only(labels, given["ignore_index"])
-        for name, each in zip(declared, (self._safe(scores, ""), ignored), strict=False):
+        for name, each in zip(declared, (self.safe(scores, ""), ignored), strict=False):
             given[name] = self.add(_ATEN.flatten.using_ints, each, 0, scores.lead - 1)
         positional, named = _by_schema(node.target, given)
         made = self.add(node.target, *positional, **named)
         if given["reduction"] != _NONE:
             return made
-        sizes = [self._size(scores.mask, dim) for dim in range(scores.lead)]
-        sizes += [self._size(made, dim) for dim in range(1, value(made).dim())]
+        sizes = [self.size(scores.mask, dim) for dim in range(scores.lead)]
+        sizes += [self.size(made, dim) for dim in range(1, value(made).dim())]
         return SelectedRows(
             self.add(_ATEN.reshape.default, made, sizes), scores.mask, computed=True
         )
@@ -241,15 +262,15 @@ class RowRules:
         )
         if not fits:
             raise NoRuleError
-        self._note_order()
-        made = self.add(node.target, self._safe(rows, name), *node.args[1:], **node.kwargs)
+        self._note_order(rows)
+        made = self.add(node.target, self.safe(rows, name), *node.args[1:], **node.kwargs)
         return SelectedRows(made, rows.mask, computed=True)
 
     def _embedding(self, node: fx.Node) -> Any:
         rows = self.rows(node.args[1])
         if node.args[0] in self.known:
             raise NoRuleError
-        ids = self._safe(rows, "embedding")
+        ids = self.safe(rows, "embedding")
         made = self.add(node.target, node.args[0], ids, *node.args[2:], **node.kwargs)
         return SelectedRows(made, rows.mask, computed=True)
 
@@ -263,7 +284,7 @@ class RowRules:
             raise NoRuleError
         dims, rest = reshaped(rows, sizes)
         rows = self._elements(rows, dims)
-        lead = [self._size(rows.mask, dim) for dim in range(rows.lead)]
+        lead = [self.size(rows.all, dim) for dim in range(rows.lead)]
         made = self.add(_ATEN.reshape.default, rows.all, [*lead, *rest])
         return SelectedRows(made, rows.mask, rows.computed)
 
@@ -284,7 +305,7 @@ class RowRules:
         sizes = rows.rest[:dims]
         if not all(isinstance(size, int) for size in sizes):
             raise NoRuleError
-        key = (rows.mask, sizes)
+        rows, key = self.spread(rows), (rows.mask, sizes)
         if key not in self.masks:
             mask = rows.mask
             for _ in sizes:
@@ -303,7 +324,7 @@ class RowRules:
     def _number_of_rows(self, node: fx.Node) -> Any:
         rows = self.rows(node.args[0])
         dim = argument(node, "dim") % (1 + len(rows.rest))
-        return self.count(rows.mask) if dim == 0 else self._size(rows.all, dim + rows.lead - 1)
+        return self.count(rows.mask) if dim == 0 else self.size(rows.all, dim + rows.lead - 1)
 
 
 def _by_schema(target: Any, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -313,6 +334,11 @@ def _by_schema(target: Any, given: dict[str, Any]) -> tuple[list[Any], dict[str,
         [given[a.name] for a in declared if not a.kwarg_only],
         {a.name: given[a.name] for a in declared if a.kwarg_only},
     )
+
+
+def is_one(size: Any) -> bool:
+    """Return whether a size is 1 for every batch."""
+    return isinstance(size, int) and size == 1
 
 
 def _is_integer(dtype: torch.dtype) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpart.capture.row_calls import Count, NoRuleError, Places, SelectedRows
-from fxpart.capture.row_rules import RowRules
+from fxpart.capture.row_indices import WRITES, NestedRows, RepeatedPlaces, RowIndices, root
 from fxpart.compat import has_unbacked_symbols
 from fxpart.compiler.effects import (
     argument,
@@ -27,9 +27,9 @@ from fxpart.compiler.effects import (
     is_random,
     list_written_nodes,
     packet_name,
-    view_chain,
 )
 from fxpart.compiler.graph_edit import value
+from fxpart.compiler.size_symbols import expression
 
 _ATEN = torch.ops.aten
 
@@ -37,17 +37,22 @@ _ATEN = torch.ops.aten
 def keep_all_rows(graph: fx.Graph) -> tuple[str, ...]:
     """Replace calls on rows that masks select by calls on all rows, as far as they have rules.
 
-    A size that depends on data afterwards is one for ``refuse_data_sizes``. Return the source lines
-    whose sums are in another order now.
+    A size that depends on data afterwards is one for ``refuse_data_sizes``. Return which sums are
+    in another order now, and where.
     """
     if not any(has_unbacked_symbols(node.meta.get("val")) for node in graph.nodes):
         return ()
-    rewriter = _SelectionRewriter(graph)
+    rewriter = SelectionRewriter(graph)
     rewriter.run()
-    return tuple(rewriter.reordered)
+    return tuple(_describe(line, len(masks)) for line, masks in rewriter.reordered.items())
 
 
-class _SelectionRewriter(RowRules):
+def _describe(line: str, masks: int) -> str:
+    selected = "a mask selects" if masks == 1 else f"each of {masks} masks selects"
+    return f"rows that {selected} are computed with all rows ({line})"
+
+
+class SelectionRewriter(RowIndices):
     """Rewrites one graph, call by call."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -55,12 +60,14 @@ class _SelectionRewriter(RowRules):
         self.numbers: dict[Any, int] = {}
         self.number: dict[fx.Node, int] = {}
         self.writes: Counter[Any] = Counter()  # so far, by owner of the memory
-        self.written = {_root(w) for node in graph.nodes for w in list_written_nodes(node)}
+        self.writes_of = []
+        self.written = {root(w) for node in graph.nodes for w in list_written_nodes(node)}
 
     def run(self) -> None:
+        """Rewrite the graph."""
         for node in list(self.graph.nodes):
             self._enumerate(node)
-            self.writes.update(map(_root, list_written_nodes(node)))
+            self.writes.update(map(root, list_written_nodes(node)))
             if node.op != "call_function":
                 continue
             self.at = node
@@ -83,13 +90,14 @@ class _SelectionRewriter(RowRules):
         if node in self.known:
             return True
         counts = [a for a in node.all_input_nodes if has_unbacked_symbols(a.meta.get("val"))]
-        return bool(counts) and (is_assert(node) or not is_op(node.target))
+        read = packet_name(node.target) in ("aten.item", "aten._local_scalar_dense")
+        return read or is_assert(node) or (bool(counts) and not is_op(node.target))
 
     def _enumerate(self, node: fx.Node) -> None:
         """Give nodes with equal values, as far as the graph tells, one number."""
         key: Any = node
         plain = node.op == "call_function" and not is_random(node)
-        if plain and not any(_root(n) in self.written for n in (node, *node.all_input_nodes)):
+        if plain and not any(root(n) in self.written for n in (node, *node.all_input_nodes)):
             key = str(node.target), str(fx.node.map_arg((node.args, node.kwargs), self._named))
         self.number[node] = self.numbers.setdefault(key, len(self.numbers))
 
@@ -107,16 +115,24 @@ class _SelectionRewriter(RowRules):
         if node.target is operator.getitem:
             return given[0][node.args[1]] if isinstance(given[0], tuple) else None  # type: ignore[index]
         name = packet_name(node.target).removeprefix("aten.")
+        if name.removesuffix("_") in WRITES:
+            return self._put(node, name.removesuffix("_"))
+        if any(isinstance(each, NestedRows) for each in given):
+            return self.nested(node, name)
+        if any(isinstance(each, RepeatedPlaces) for each in given):
+            return self.repeat_indices(node, name)
         if any(isinstance(each, Places) for each in given):
             return self._places(node, name)
         if any(isinstance(each, SelectedRows) for each in given):
-            return self._put(node) if name in _WRITES else self.call(node, name)
+            return self.call(node, name)
         return self._compute_number(node)
 
     # Selections.
 
     def _index(self, node: fx.Node) -> Any:
-        return self._select(argument(node, "self"), self._one_mask(argument(node, "indices")))
+        source, places = argument(node, "self"), argument(node, "indices")
+        mask = self._one_mask(places)
+        return self.look_up(source, places) if mask is None else self._select(source, mask)
 
     def _masked_select(self, node: fx.Node) -> Any:
         source, mask = argument(node, "self"), argument(node, "mask")
@@ -147,14 +163,16 @@ class _SelectionRewriter(RowRules):
         sizes, lead = value(source).shape, value(mask).shape
         if inner is not None or not lead or tuple(sizes[: len(lead)]) != tuple(lead):
             raise NoRuleError
-        if _root(source) in self.written:
+        if root(source) in self.written:
             source = self.add(_ATEN.clone.default, source)
         return SelectedRows(source, self._unique(mask))
 
     def _unique(self, mask: fx.Node) -> fx.Node:
         """Return the node that stands for equal masks; a copy of one that is written later."""
-        key = (self.number.get(mask, mask), self.writes[_root(mask)])
-        if key not in self.masks and _root(mask) in self.written:
+        while packet_name(mask.target) in _SAME_SHAPE and _sizes(mask) == _sizes(mask.args[0]):
+            mask = mask.args[0]  # type: ignore[assignment]
+        key = (self.number.get(mask, mask), self.writes[root(mask)])
+        if key not in self.masks and root(mask) in self.written:
             self.masks[key] = self.add(_ATEN.clone.default, mask)
         return self.masks.setdefault(key, mask)
 
@@ -174,20 +192,15 @@ class _SelectionRewriter(RowRules):
 
     def _places(self, node: fx.Node, name: str) -> Any:
         """Return what a call on indices stands for: some of them, their number, or a selection."""
-        if name in _WRITES:
-            return self._put(node)
-        if name == "index_select":
-            places = self.known.get(argument(node, "index"))
-            if not isinstance(places, Places) or argument(node, "dim") != 0:
-                raise NoRuleError
-            if places.dim is None or value(places.mask).dim() != 1:
-                raise NoRuleError
-            return self._select(node.args[0], places.mask)
         found = self.known.get(node.args[0])  # type: ignore[arg-type]
         if not isinstance(found, Places):
-            raise NoRuleError
+            return self.compute_indices(node, name)
         if name == "sym_size" and argument(node, "dim") == 0:
             return self.count(found.mask)
+        if name == "slice" and value(node).shape == value(node.args[0]).shape:
+            return found
+        if found.dim is not None and value(node).dim() == 2:
+            return self.repeat_indices(node, name)
         columns, dim = self._columns(found), argument(node, "dim", None)
         if found.dim is None and name == "unbind" and dim in (1, -1):
             return columns
@@ -198,7 +211,7 @@ class _SelectionRewriter(RowRules):
         flat |= name == "flatten" and len(node.args) == 1
         if found.dim is None and len(columns) == 1 and flat:
             return columns[0]
-        raise NoRuleError
+        return self.compute_indices(node, name)
 
     # Numbers of rows.
 
@@ -219,11 +232,18 @@ class _SelectionRewriter(RowRules):
             values[0] = self.add(_ATEN.full_like.default, values[1], values[0])
         return Count(self.add(target, *values))
 
-    def _put(self, node: fx.Node) -> Any:
+    def _index_select(self, node: fx.Node) -> Any:
+        if argument(node, "dim") != 0:
+            return None
+        return self.look_up(argument(node, "self"), [argument(node, "index")])
+
+    def _put(self, node: fx.Node, name: str) -> Any:
         """Return ``y[mask] = rows`` as a choice between the rows and those of y."""
-        target, values = node.args[0], self.rows(argument(node, "values"))
-        mask = self._one_mask(argument(node, "indices"))
-        if mask is None or target in self.known or self._unique(mask) is not values.mask:
+        mask = self._one_mask(argument(node, "indices")) if name == "index_put" else None
+        if mask is None:
+            return self.put(node, name)
+        target, values = node.args[0], self.spread(self.rows(argument(node, "values")))
+        if target in self.known or self._unique(mask) is not values.mask:
             raise NoRuleError
         new, old = value(values.all), value(target)
         if new.dtype is not old.dtype or tuple(new.shape) != tuple(old.shape):
@@ -232,25 +252,23 @@ class _SelectionRewriter(RowRules):
             made = self.add(_ATEN.add.Tensor, target, self.only(values, 0))
         else:
             made = self.add(_ATEN.where.self, self.mask_of(values), values.all, target)
-        if packet_name(node.target).endswith("_"):
-            made = self.add(_ATEN.copy_.default, target, made)
-        return made
+        return self.finish_write(node, made, values.mask)
 
 
-def _root(node: Any) -> Any:
-    """Return the node that owns the memory of a value."""
-    return list(view_chain(node))[-1] if isinstance(node, fx.Node) else node
+def _sizes(mask: Any) -> list[Any]:
+    return [expression(size) for size in value(mask).shape]
 
 
-_SELECTIONS: dict[str, Callable[[_SelectionRewriter, fx.Node], Any]] = {
-    "aten.index.Tensor": _SelectionRewriter._index,
-    "aten.masked_select.default": _SelectionRewriter._masked_select,
-    "aten.nonzero.default": _SelectionRewriter._nonzero,
-    "aten.argwhere.default": _SelectionRewriter._nonzero,
-    "aten.nonzero_numpy.default": _SelectionRewriter._where,
-    "aten.where.default": _SelectionRewriter._where,
+_SAME_SHAPE = ("aten.view", "aten.reshape", "aten.flatten")
+_SELECTIONS: dict[str, Callable[[SelectionRewriter, fx.Node], Any]] = {
+    "aten.index.Tensor": SelectionRewriter._index,
+    "aten.index_select.default": SelectionRewriter._index_select,
+    "aten.masked_select.default": SelectionRewriter._masked_select,
+    "aten.nonzero.default": SelectionRewriter._nonzero,
+    "aten.argwhere.default": SelectionRewriter._nonzero,
+    "aten.nonzero_numpy.default": SelectionRewriter._where,
+    "aten.where.default": SelectionRewriter._where,
 }
-_WRITES = ("index_put", "index_put_")
 _BY_NUMBER = {
     "aten.div.Tensor": _ATEN.div.Tensor,
     "aten.div.Scalar": _ATEN.div.Tensor,

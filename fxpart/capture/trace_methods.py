@@ -10,9 +10,11 @@ from typing import TypeVar
 import torch
 from torch.export import Dim, ExportedProgram, export
 
+from fxpart.capture.empty_selections import Branches
 from fxpart.capture.equal_masks import EqualMasks
 from fxpart.capture.failure_causes import problem_of
 from fxpart.capture.forward_gradients import gradients_recorded
+from fxpart.capture.integer_regions import inline_integer_regions, select_by_constants
 from fxpart.capture.model_with_loss import ModelWithLoss
 from fxpart.capture.python_state import PythonState
 from fxpart.compat import deferred_code, grad_modes_kept
@@ -75,16 +77,22 @@ def run_export(
     batch_dims: Sequence[int | None],
     way: TraceMethod,
     python: PythonState,
+    branches: Branches,
 ) -> ExportedProgram:
     """Run torch.export with one method; raise torch's errors.
 
-    python: the Python state of model and loss, restored after the trace.
+    python: the Python state of model and loss, restored after the trace. branches: decides branches
+    on data, unless the method is strict.
     """
     shapes = _shapes(tensors, batch_dims, way) if way.symbolic else None
     gradients = nullcontext() if way.strict else gradients_recorded()
     masks = nullcontext() if way.strict else EqualMasks()
-    with python.unchanged(), deferred_code(), grad_modes_kept(), gradients, masks:
-        return export(whole, (tuple(tensors),), dynamic_shapes=shapes, strict=way.strict)
+    decided = nullcontext() if way.strict else branches.decided()
+    with python.unchanged(), deferred_code(), grad_modes_kept(), gradients, masks, decided:
+        exported = export(whole, (tuple(tensors),), dynamic_shapes=shapes, strict=way.strict)
+    inline_integer_regions(exported.graph_module)
+    select_by_constants(exported)
+    return exported
 
 
 def _shapes(

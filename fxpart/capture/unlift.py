@@ -23,7 +23,7 @@ from fxpart.capture.selected_rows import keep_all_rows
 from fxpart.capture.source_locations import annotate
 from fxpart.compat import detach_constant, unflatten_output
 from fxpart.compiler import LEVEL_KEY, Level
-from fxpart.compiler.node_annotation import REORDERED_KEY
+from fxpart.compiler.node_annotation import REORDERED_KEY, SKIPPED_KEY
 from fxpart.errors import error
 
 
@@ -102,6 +102,7 @@ def unlift(
     module = fx.GraphModule(root, graph, class_name="Captured")
     module.meta[LEVEL_KEY] = Level.CAPTURED
     module.meta[REORDERED_KEY] = reordered
+    module.meta[SKIPPED_KEY] = source.meta.get(SKIPPED_KEY, ())
     annotate(module, loss_prefix)
     return UnliftedGraph(module, placeholders, outputs, constants, kind)
 

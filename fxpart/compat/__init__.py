@@ -69,6 +69,8 @@ from fxpart.compat.saved_tensors import (
     saved_slots,
 )
 from fxpart.compat.symbolic_shapes import (
+    answer_data_dependent,
+    defining_nodes,
     disable_guards,
     floor_division,
     has_unbacked_symbols,
@@ -118,6 +120,7 @@ __all__ = [
     "TorchDispatchMode",
     "active_modes",
     "active_tracer",
+    "answer_data_dependent",
     "attend",
     "attend_backward",
     "compile_counters",
@@ -126,6 +129,7 @@ __all__ = [
     "default_device_of",
     "default_store",
     "deferred_code",
+    "defining_nodes",
     "detach_constant",
     "disable_guards",
     "disable_mask_detection",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -107,3 +107,48 @@ def share_number_of_rows(source: torch.Tensor, target: torch.Tensor) -> None:
     number = getattr(source, "nonzero_memo", None)
     if number is not None and target is not source and hasattr(target, "nonzero_memo"):
         target.nonzero_memo = number
+
+
+@contextmanager
+def answer_data_dependent(
+    answer: Callable[[Any, Any, int | None, int | None], bool | None],
+) -> Iterator[None]:
+    """Answer conditions on one number that depends on data, which no tracer can decide.
+
+    answer: from (the condition, its symbol, the least and the largest value of the symbol, None for
+    no limit) to a truth value, or None to raise torch's error. Uses ``ShapeEnv.evaluate_expr``.
+    """
+    import sympy
+    from sympy.core.relational import Relational
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+    original = ShapeEnv.evaluate_expr
+
+    def evaluate_expr(self: Any, expr: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            if len(expr.free_symbols) != 1 or not isinstance(expr, Relational):
+                raise
+            (symbol,) = expr.free_symbols
+            limits = self.var_to_range[symbol]
+            least, most = (int(n) if n.is_Integer else None for n in (limits.lower, limits.upper))
+            found = answer(expr, symbol, least, most)
+            if found is None:
+                raise
+            return sympy.true if found else sympy.false
+
+    ShapeEnv.evaluate_expr = evaluate_expr  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ShapeEnv.evaluate_expr = original  # type: ignore[method-assign]
+
+
+def defining_nodes(graph: torch.fx.Graph) -> dict[str, torch.fx.Node]:
+    """Return, by name of a data-dependent symbol, the node whose result defines it."""
+    return {
+        str(symbol): node
+        for node in graph.nodes
+        for symbol in node.meta.get("unbacked_bindings") or ()
+    }

@@ -26,7 +26,8 @@ class Level(IntEnum):
 KEY = "fxpart"
 LEVEL_KEY = "fxpart_level"
 BLOCKS_KEY = "fxpart_blocks"
-REORDERED_KEY = "fxpart_reordered"  # source lines whose sums capture put in another order
+REORDERED_KEY = "fxpart_reordered"  # sums that capture put in another order, as text
+SKIPPED_KEY = "fxpart_skipped"  # source lines at which forward skips weights without rows
 NO_CUT_KEY = "fxpart_no_cut"
 RNG_KEY = "rng_key"
 MESH_KEY = "fxpart_mesh"  # a graph with shardings: its Mesh

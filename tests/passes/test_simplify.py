@@ -71,3 +71,13 @@ def test_drop_asserts_takes_their_sizes_along() -> None:
     module = builder.finish(builder.call(aten.relu.default, x))
     result = PassManager(all_passes()).run("drop_asserts", module)
     assert targets(result) == [aten.any.default, aten.relu.default]
+
+
+def test_type_as_reads_no_other_tensor() -> None:
+    builder = Builder(example=torch.zeros(2, dtype=torch.float64))
+    y = builder.call(aten.type_as.default, builder.input(3, 4), builder.get("example"))
+    module = builder.finish(y)
+    result = simplified(module)
+    assert targets(result) == [aten.to.dtype]
+    for a, b in zip(run(module, X), run(result, X), strict=True):
+        assert same_bits(a, b)

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpart.codegen.mesh_programs.microbatch_graph import batch_dims
 from fxpart.compiler import PassManager
-from fxpart.compiler.node_annotation import REORDERED_KEY
+from fxpart.compiler.node_annotation import REORDERED_KEY, SKIPPED_KEY
 from fxpart.errors import FxpartError, Problem
 from fxpart.passes import PREPARE, all_passes
 from fxpart.passes.objective import LARGER_KEY, NUMBERS_KEY, RowDependence, analyze, coupling_of
@@ -115,8 +115,11 @@ def with_equivalence(plan: Plan, graph: fx.GraphModule, found: Sequence[RowDepen
 
 def _reordered(graph: fx.GraphModule) -> list[str]:
     """Return the sums that capture computes in another order than the module."""
-    lines = graph.meta.get(REORDERED_KEY, ())
-    return [f"rows that a mask selects are computed with all rows ({line})" for line in lines]
+    skipped = [
+        f"weights without rows have zero gradients, where the module has none ({line})"
+        for line in graph.meta.get(SKIPPED_KEY, ())
+    ]
+    return [*graph.meta.get(REORDERED_KEY, ()), *skipped]
 
 
 def _rounding(plan: Plan) -> list[str]:
