@@ -1,6 +1,6 @@
 """Which calls work on each row by itself, and how their dims count on all rows.
 
-Rows [n, *rest] that a mask [*lead] selects stand in all rows [*lead, *rest]: dim d >= 1 of the
+Rows [n, *rest] that a mask [*lead] selects are kept in all rows [*lead, *rest]: dim d >= 1 of the
 first is dim d + len(lead) - 1 of the second.
 """
 
@@ -84,7 +84,7 @@ LOSSES = frozenset(
 )
 
 # Calls whose value or derivative is infinite, undefined or an error for values that a network may
-# compute for rows that nobody selected.
+# compute for rows that are not selected.
 SENSITIVE = frozenset(
     "acos acosh asin atanh binary_cross_entropy cosh cosine_similarity digamma div divide "
     "embedding erfinv exp exp2 expm1 floor_divide fmod gather kl_div lgamma linalg_norm "
@@ -135,7 +135,7 @@ def dims_on_all_rows(
 def reshaped(rows: SelectedRows, sizes: list[Any]) -> tuple[int, list[Any]]:
     """Return how many dims of a row become rows, and the new sizes of what is left of a row.
 
-    sizes: of the selected rows; None stands for the number of rows, which is not in the graph.
+    sizes: of the selected rows; None: the number of rows, which is not in the graph.
     """
     first, after = sizes[0], list(sizes[1:])
     if first is None:

@@ -32,7 +32,7 @@ _NONE, _MEAN = 0, 1  # reduction constants of ATen
 class RowRules:
     """A graph whose calls on selected rows are rewritten in order; ``at`` is the present one.
 
-    known: what stands for a node of the graph: SelectedRows, Places, Count or a tuple of them.
+    known: what replaces a node of the graph: SelectedRows, Places, Count or a tuple of them.
     masks: equal masks are one node, by any key. reordered: the masks of source lines whose sums
     have other orders now.
     """
@@ -47,7 +47,7 @@ class RowRules:
         self._constant: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def call(self, node: fx.Node, name: str) -> Any:
-        """Return what a call on rows becomes: a node for its result, or what stands for it."""
+        """Return what a call on rows becomes: a node for its result, or what replaces it."""
         return _RULES.get(name, RowRules._by_row)(self, node)
 
     def add(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -59,7 +59,7 @@ class RowRules:
         return Count(self.add(_ATEN.sum.default, mask), mask)
 
     def rows(self, node: Any) -> SelectedRows:
-        """Return the rows that a node stands for."""
+        """Return the rows that replace a node."""
         rows = self.known.get(node) if isinstance(node, fx.Node) else None
         if not isinstance(rows, SelectedRows):
             raise NoRuleError

@@ -105,7 +105,7 @@ class SelectionRewriter(RowIndices):
         return f"#{self.number[node]}" if node in self.number else node
 
     def _result(self, node: fx.Node) -> Any:
-        """Return a node with the same result, what stands for it, or None for other calls."""
+        """Return a node with the same result, what replaces it, or None for other calls."""
         selection = _SELECTIONS.get(str(node.target))
         if selection is not None:
             return selection(self, node)
@@ -168,7 +168,7 @@ class SelectionRewriter(RowIndices):
         return SelectedRows(source, self._unique(mask))
 
     def _unique(self, mask: fx.Node) -> fx.Node:
-        """Return the node that stands for equal masks; a copy of one that is written later."""
+        """Return the node that represents equal masks; a copy of one that is written later."""
         while packet_name(mask.target) in _SAME_SHAPE and _sizes(mask) == _sizes(mask.args[0]):
             mask = mask.args[0]  # type: ignore[assignment]
         key = (self.number.get(mask, mask), self.writes[root(mask)])
@@ -191,7 +191,7 @@ class SelectionRewriter(RowIndices):
         return tuple(Places(places.mask, dim) for dim in range(value(places.mask).dim()))
 
     def _places(self, node: fx.Node, name: str) -> Any:
-        """Return what a call on indices stands for: some of them, their number, or a selection."""
+        """Return what replaces a call on indices: some of them, their number, or a selection."""
         found = self.known.get(node.args[0])  # type: ignore[arg-type]
         if not isinstance(found, Places):
             return self.compute_indices(node, name)

@@ -30,8 +30,8 @@ def _dims(rank: int) -> list[Dim]:
 
 
 def _parts(count: str, size: Size, unit: int, sizes: dict[str, Size]) -> Dim:
-    """Return a dim as [number of units, unit], or as an unsharded dim if there is no unit."""
-    if unit <= 1 or not isinstance(size, int):
+    """Return a dim as [number of units, unit], or as an unsharded dim if it has no unit."""
+    if unit <= 1 or not isinstance(size, int) or size == 0:
         sizes[f"_{count}"] = size
         return (f"_{count}",)
     sizes[f"_{count}"] = size // unit
@@ -75,7 +75,8 @@ def _split(call: SchemaCall) -> ShardingRule:
     name = call.operands[0][0]
     if len(lengths) == 1:
         return call.rule([_dims(rank)], [_dims(rank)], linear=[name], localise=_split_sizes(at))
-    unit = common(lengths)
+    empty = any(isinstance(length, int) and length == 0 for length in lengths)
+    unit = 1 if empty else common(lengths)  # a result without it would be a partial sum
     sizes: dict[str, Size] = {"c": unit}
     inside = _dims(rank)
     inside[at] = _parts("o", shape[at], unit, sizes)
@@ -130,7 +131,7 @@ def _slice(call: SchemaCall) -> ShardingRule:
     unit = 1
     if step == 1 and isinstance(start, int) and isinstance(size, int) and isinstance(length, int):
         start = max(start + size, 0) if start < 0 else min(start, size)
-        unit = common([size, length, start])
+        unit = common([size, length, start]) if length else 1
     sizes: dict[str, Size] = {"c": unit}
     inside, outside = list(dims), list(dims)
     inside[at] = _parts("o", size, unit, sizes)
