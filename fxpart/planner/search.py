@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from fxpart.planner.mesh_proposals import (
     has_tables,
     propose_meshes,
 )
-from fxpart.planner.plan_family import ModelContext, PlanSearchResult
+from fxpart.planner.plan_family import ModelContext, ModelPlanFamily, PlanSearchResult
 from fxpart.planner.prepared_model import PreparedModel
 from fxpart.planner.priced_mesh import CandidateCallback
 from fxpart.planner.refinement import is_measured, plan_seconds
@@ -79,21 +80,23 @@ def find_best_plan(
 ) -> PlanSearchResult:
     """Return the plan with the shortest step time, on the given mesh or the best proposed one.
 
-    Where devices differ, plans with replicated stages and plans on one kind of devices only are
-    searched too (:mod:`fxpart.planner.families.replicated_stages`). With a measured cost model,
-    meshes are compared by simulated step time, which accounts for contention only while ranks
-    compute at the same time; otherwise by the minimized closed form. on_candidate: see
+    Stages of different tensor degrees compete, and where devices differ replicated stages and plans
+    on one kind of devices only (:mod:`fxpart.planner.families`). With a measured cost model, meshes
+    are compared by simulated step time, which accounts for contention only while ranks compute at
+    the same time; otherwise by the minimized closed form. on_candidate: see
     :func:`fxpart.planner.mesh_plan.solve_exactly`. Raises FXP2xx where nothing fits.
     """
 
-    def search(part: PreparedModel) -> PlanSearchResult:
+    def search(part: PreparedModel, families: Sequence[ModelPlanFamily]) -> PlanSearchResult:
+        """Plan by the first family that accepts, which compares with those after it."""
+        for number, family in enumerate(families):
+            if family.accepts(part.request, part.request.cluster) is None:
+                later = partial(search, families=families[number + 1 :])
+                return family.plan(ModelContext(part, microbatches, later))
         return _find_equal_stages(part, microbatches, progress, on_candidate)
 
-    family = find_family(REPLICA_FAMILIES, front.request)
-    if family is not None:
-        return family.plan(ModelContext(front, microbatches, search))
-    if front.request.constraints.get("copies") == "always":
-        request = front.request
+    request = front.request
+    if request.constraints.get("copies") == "always" and not find_family(REPLICA_FAMILIES, request):
         reasons = [one.accepts(request, request.cluster) for one in REPLICA_FAMILIES.values()]
         raise error(
             "FXP109",
@@ -101,7 +104,7 @@ def find_best_plan(
             why=f"replicated stages are not searched: {'; '.join(filter(None, reasons))}",
             fix="remove copies, or what prevents replicas",
         )
-    return search(front)
+    return search(front, tuple(REPLICA_FAMILIES.values()))
 
 
 def _find_equal_stages(

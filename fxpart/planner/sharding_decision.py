@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
     from fxpart.costs import CostModel
     from fxpart.planner.request import PlanRequest
+    from fxpart.solver.joint.problem import JointProblem
 
 _KEPT = 64  # graphs of each kind that are kept for other devices and prices
 
@@ -94,7 +95,7 @@ class ShardingCache:
 
     propagated, placed: graphs by mesh and annotations; those of ZeRO levels below 3 are the same.
     selected: placements, also by the devices, their prices and the assumptions, by ZeRO level.
-    costs: of the graph itself.
+    costs: of the graph itself. problems: of degrees, with the sources of their costs.
     """
 
     propagated: dict[object, fx.GraphModule] = field(default_factory=dict)
@@ -102,6 +103,7 @@ class ShardingCache:
     selected: dict[object, dict[int, SelectedPlacements]] = field(default_factory=dict)
     models: list[CostModel] = field(default_factory=list)
     costs: dict[object, GraphCosts] = field(default_factory=dict)
+    problems: dict[object, tuple[JointProblem, dict[str, str]]] = field(default_factory=dict)
 
     def for_other_costs(self) -> ShardingCache:
         """Return a cache for other devices and prices that shares the newest graphs."""
