@@ -38,6 +38,7 @@ from fxpart.planner.prediction.asynchronous_plan import as_alternative
 from fxpart.planner.refinement import plan_seconds
 from fxpart.planner.sharding_decision import ShardingAssumptions, shard_graph
 from fxpart.program.edges import find_stage_edges
+from fxpart.schedule.spec import SCHEDULES
 from fxpart.sharding import Mesh
 from fxpart.solver.joint.constraints.apply import apply_constraints, with_options
 from fxpart.solver.joint.constraints.parse import parse_constraints
@@ -104,8 +105,8 @@ def _explain_equal_degrees(request: PlanRequest) -> str | None:
         return "offloading needs stages of equal degrees"
     if request.divisible.apart or len(request.cluster.devices) < _DEVICES:
         return "there are too few stages or devices for different tensor degrees"
-    if not any(map(chooses_cuts, requested_schedules(request))):
-        return "no requested schedule determines the stage boundaries"
+    if not any(map(_is_estimated, requested_schedules(request))):
+        return "the costs of single blocks do not cover the requested schedules"
     plain = (("tp", 1), ("zero", 0), ("ep", 1), (CONTEXT_AXIS, 1), ("shard_degree", 0))
     excluded = (find_exclusion(constraints, key, value) for key, value in plain)
     if found := next(filter(None, excluded), ""):
@@ -185,7 +186,8 @@ def _search_open(front: PreparedModel, microbatches: int | None, known: float) -
     if front.annotations:  # block costs do not follow them
         return _Found(None, 0.0)
     whole, provenance = build_degree_problem(front, microbatches)
-    whole = _without_pieces(msgspec.structs.replace(whole, uniform=False))
+    names = tuple(filter(_is_estimated, whole.schedules))
+    whole = msgspec.structs.replace(whole, uniform=False, schedules=names)
     problems = list(_list_open(apply_constraints(whole, parse_constraints(request.constraints))))
     if request.ranks is not None:
         bounds = [solve(one, time_limit=0.0, seed=request.seed).bound for one in problems]
@@ -202,6 +204,11 @@ def _without_pieces(problem: JointProblem) -> JointProblem:
     """Return the problem without schedules of virtual stages."""
     names = tuple(name for name in problem.schedules if not has_pieces(name))
     return msgspec.structs.replace(problem, schedules=names)
+
+
+def _is_estimated(name: str) -> bool:
+    """Return whether the costs of blocks include all that a schedule takes: no split backwards."""
+    return chooses_cuts(name) and not SCHEDULES[name].splits_backward
 
 
 def _solve(
