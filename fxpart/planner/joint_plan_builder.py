@@ -132,7 +132,7 @@ def _stage(
     ranks: tuple[int, ...],
     parameters: Sequence[int],
 ) -> Stage:
-    data, tensor, expert, _, _, context, _ = degrees(problem, stage.option)
+    data, tensor, expert, _, _, context, *_ = degrees(problem, stage.option)
     option = problem.options[stage.option]
     blocks = [b for first, last in stage.pieces for b in range(first, last + 1)]
     return Stage(

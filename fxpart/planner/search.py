@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from fxpart.codegen.generated_program import GeneratedProgram
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
+from fxpart.plan.offload import AUTO
 from fxpart.planner.constraints import constrains_cuts
 from fxpart.planner.degree_certificate import find_rejected_choices, make_degree_certificate
 from fxpart.planner.degree_proposal import MeshProposal
@@ -34,8 +36,9 @@ from fxpart.planner.plan_family import ModelContext, ModelPlanFamily, PlanSearch
 from fxpart.planner.prepared_model import PreparedModel
 from fxpart.planner.priced_mesh import CandidateCallback
 from fxpart.planner.refinement import is_measured, plan_seconds
-from fxpart.planner.request import PlanRequest, with_mesh
+from fxpart.planner.request import PlanRequest, list_offloads, with_mesh, with_offload
 from fxpart.planner.time_to_loss import compute_seconds_to_loss
+from fxpart.solver.remedies import is_solved_by_offload
 
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
@@ -81,9 +84,10 @@ def find_best_plan(
     """Return the plan with the shortest step time, on the given mesh or the best proposed one.
 
     Stages of different tensor degrees compete, and where devices differ replicated stages and plans
-    on one kind of devices only (:mod:`fxpart.planner.families`). With a measured cost model, meshes
-    are compared by simulated step time, which accounts for contention only while ranks compute at
-    the same time; otherwise by the minimized closed form. on_candidate: see
+    on one kind of devices only (:mod:`fxpart.planner.families`). Where no plan fits, the search
+    selects offload to host memory too, unless the constraint excludes it. With a measured cost
+    model, meshes are compared by simulated step time, which accounts for contention only while
+    ranks compute at the same time; otherwise by the minimized closed form. on_candidate: see
     :func:`fxpart.planner.mesh_plan.solve_exactly`. Raises FXP2xx where nothing fits.
     """
 
@@ -104,7 +108,18 @@ def find_best_plan(
             why=f"replicated stages are not searched: {'; '.join(filter(None, reasons))}",
             fix="remove copies, or what prevents replicas",
         )
-    return search(front, tuple(REPLICA_FAMILIES.values()))
+    families = tuple(REPLICA_FAMILIES.values())
+    try:
+        found = search(front, families)
+    except FxpartError as fault:
+        if "offload" in request.constraints or not is_solved_by_offload(fault.problems):
+            raise
+        offloaded = replace(request, constraints={**request.constraints, "offload": AUTO})
+        found = search(replace(front, request=offloaded), families)
+    given = dict(request.constraints)
+    if found.plan.constraints.get("offload") == given.get("offload"):
+        return found
+    return replace(found, plan=msgspec.structs.replace(found.plan, constraints=given))
 
 
 def _find_equal_stages(
@@ -148,7 +163,13 @@ def _price_by_estimate(pricer: MeshPricer, proposals: Sequence[SourcedProposal])
     seconds: dict[SourcedProposal, float] = {}
 
     def attempt(one: SourcedProposal, every: bool) -> None:
-        fixed = with_mesh(request, one.mesh.mesh, one.mesh.zero, experts=one.mesh.experts)
+        fixed = with_mesh(
+            request,
+            one.mesh.mesh,
+            one.mesh.zero,
+            experts=one.mesh.experts,
+            offload=one.mesh.offload,
+        )
         known = min(map(step_time, found), default=inf)
         try:
             with log_phase(f"lower and price {_describe(one.mesh)}", logging.DEBUG):
@@ -186,14 +207,14 @@ def _price_by_ideal(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) ->
     Raises FXP2xx where nothing fits.
     """
     request = pricer.front.request
-    groups: dict[tuple[str, int, bool], list[SourcedProposal]] = {}
+    groups: dict[tuple[str, int, bool, str], list[SourcedProposal]] = {}
     for one in proposals:
         groups.setdefault(_key(one), []).append(one)
     problems: list[Problem] = []
     prices: list[tuple[IdealPrice, PlanRequest, list[SourcedProposal]]] = []
     slower: dict[SourcedProposal, float] = {}
-    for (mesh, zero, experts), members in groups.items():
-        fixed = with_mesh(request, mesh, zero, experts=experts)
+    for (mesh, zero, experts, offload), members in groups.items():
+        fixed = with_mesh(request, mesh, zero, experts=experts, offload=offload)
         known = min((price.seconds for price, *_ in prices), default=inf)
         if known * _IDEAL_REACH <= members[0].mesh.expected_seconds:
             break
@@ -257,13 +278,16 @@ def _price_fixed_mesh(
         assignment = StageAssignment(
             starts=best.starts, microbatches=best.microbatches, stages=len(best.options)
         )
-        return pricer.price(replace(request, experts=mesh.experts), assignment)
+        part = replace(with_offload(request, mesh.offload), experts=mesh.experts)
+        return pricer.price(part, assignment)
     every = front.info.nodes <= SMALL_GRAPH
     found: list[tuple[Plan, GeneratedProgram]] = []
     problems: list[Problem] = []
-    for experts in list_expert_choices(front.graph.graph, request, front.annotations):
+    experts = list_expert_choices(front.graph.graph, request, front.annotations)
+    offloads = list_offloads(request, training=front.captured.training)
+    for offload, distributed in product(offloads, experts):
         known = min((_compare_by(plan, request) for plan, _ in found), default=inf)
-        part = replace(request, experts=experts)
+        part = replace(with_offload(request, offload), experts=distributed)
         try:
             if pricer.has_ideal_prices():
                 price = pricer.price_ideal(part, StageAssignment(), ample=True)
@@ -294,15 +318,16 @@ def _count_tries(front: PreparedModel, proposals: Sequence[SourcedProposal]) -> 
     return _TRIES * (sources + has_tables(front))
 
 
-def _key(one: SourcedProposal) -> tuple[str, int, bool]:
+def _key(one: SourcedProposal) -> tuple[str, int, bool, str]:
     """Return what distinguishes the meshes that are priced."""
-    return one.mesh.mesh, one.mesh.zero, one.mesh.experts
+    return one.mesh.mesh, one.mesh.zero, one.mesh.experts, one.mesh.offload
 
 
 def _describe(one: MeshProposal) -> str:
     zero = f", ZeRO {one.zero}" if one.zero else ""
     experts = ", experts over dp" if one.experts else ""
-    return f"{one.mesh or 'one rank per stage'}{zero}{experts}"
+    host = f", offload={one.offload}" if one.offload != "none" else ""
+    return f"{one.mesh or 'one rank per stage'}{zero}{experts}{host}"
 
 
 def _closed(priced: _Tried) -> float:

@@ -27,6 +27,7 @@ from fxpart.passes import all_passes
 from fxpart.passes.rules import layout, operands, rule_of
 from fxpart.plan.constraint_table import DATA_AXES, DATA_AXIS
 from fxpart.plan.model import Certificate
+from fxpart.plan.offload import offloads_optimizer
 from fxpart.planner.constraints import allowed_recompute
 from fxpart.planner.context_parallelism import shard_sequences
 from fxpart.planner.embedding_tables import get_resident_optimizer, shard_large_tables
@@ -165,7 +166,8 @@ def shard_graph(
         return finish("complete", lambda: fork(whole))
     devices = msgspec.json.encode(request.cluster)
     prices = (devices, cache.number(request.cost_model), expected)
-    known = cache.selected.setdefault((key, prices, allowed_recompute(request.constraints)), {})
+    memory = allowed_recompute(request.constraints), offloads_optimizer(request.offload)
+    known = cache.selected.setdefault((key, prices, memory), {})
     made = next((s for level, s in known.items() if s.is_valid(level, request.zero)), None)
     if made is None:
         made = _select_placements(whole, captured, request, expected, undecided)

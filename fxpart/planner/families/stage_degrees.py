@@ -267,12 +267,12 @@ def _tensor_degrees(problem: JointProblem) -> tuple[int, ...]:
 def _list_open(problem: JointProblem) -> Iterator[JointProblem]:
     """Yield the problem of each data degree, and of each tensor degree that stages have beside 1.
 
-    Without ZeRO, experts or sequences over ranks.
+    Without ZeRO, offload, experts or sequences over ranks.
     """
     plain = {
         index: layout.tensor
         for index, layout in enumerate(problem.layouts)
-        if (layout.expert, layout.context) == (1, 1)
+        if (layout.expert, layout.context, layout.offload) == (1, 1, "none")
     }
     least = max(2, problem.min_stages)
     devices = sum(pool.devices for pool in problem.pools)
