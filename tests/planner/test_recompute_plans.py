@@ -172,7 +172,7 @@ def test_more_memory_is_never_slower() -> None:
 
 
 def test_offload_is_named_where_memory_is_short() -> None:
-    """The remedy is a constraint; its plan fits, is stored and checked. The default is no slower."""
+    """The remedy is a constraint; its plan fits, is stored and checked. The default is as fast."""
     free = {**FIXED, "recompute": "none"}
     whole = program().replan(cluster(2, kind="gpu"), constraints=free).plan
     memory = int(

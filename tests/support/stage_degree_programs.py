@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,7 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = (32, 128, 128, 128, 128, 128, 8)
-        self.layers = nn.ModuleList(
-            nn.Linear(*pair) for pair in zip(sizes, sizes[1:], strict=False)
-        )
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -127,7 +127,7 @@ def _choose_faster(context: ModelContext) -> PlanSearchResult:
     try:
         found = _search_open(front, context.microbatches, seconds)
     except FxpartError:  # the constraints leave no such stages, or their program is not possible
-        found = _Found(None, 0.0)
+        found = UnequalStages(None, 0.0)
     if known is None:
         if found.best is None:
             assert fault is not None, "the search returned or raised"
@@ -146,7 +146,7 @@ def _choose_faster(context: ModelContext) -> PlanSearchResult:
 
 
 @dataclass(frozen=True)
-class _Found:
+class UnequalStages:
     """The best plan with unequal degrees, if one is fast enough, and a bound on all in seconds."""
 
     best: PlanSearchResult | None
@@ -176,7 +176,7 @@ def _search_requested(front: PreparedModel, microbatches: int | None) -> PlanSea
     return _solve(front, problems, provenance, inf).best
 
 
-def _search_open(front: PreparedModel, microbatches: int | None, known: float) -> _Found:
+def _search_open(front: PreparedModel, microbatches: int | None, known: float) -> UnequalStages:
     """Return the best plan with unequal degrees below ``known`` seconds.
 
     The costs are those of the search for equal degrees. With a fixed number of ranks, the degrees
@@ -184,7 +184,7 @@ def _search_open(front: PreparedModel, microbatches: int | None, known: float) -
     """
     request = front.request
     if front.annotations:  # block costs do not follow them
-        return _Found(None, 0.0)
+        return UnequalStages(None, 0.0)
     whole, provenance = build_degree_problem(front, microbatches)
     names = tuple(filter(_is_estimated, whole.schedules))
     whole = msgspec.structs.replace(whole, uniform=False, schedules=names)
@@ -216,7 +216,7 @@ def _solve(
     problems: Sequence[JointProblem],
     provenance: dict[str, str],
     known: float,
-) -> _Found:
+) -> UnequalStages:
     """Return the best plan below ``known`` seconds of the problems into which a space is split."""
     request = front.request
     solved = solve_each(problems, request, None, known=known)
@@ -230,7 +230,7 @@ def _solve(
     ]
     bound = min((one.bound for one in solved if one.status != "infeasible"), default=inf)
     if not found:
-        return _Found(None, bound)
+        return UnequalStages(None, bound)
     seconds, problem, best, choice = min(found, key=lambda one: one[0])
     bound = min(seconds, bound)
     solution = msgspec.structs.replace(
@@ -246,7 +246,7 @@ def _solve(
     over = f"dp x tp of each stage {words}; {plan.certificate.over}"
     certificate = msgspec.structs.replace(plan.certificate, over=over)
     plan = msgspec.structs.replace(plan, certificate=certificate)
-    return _Found(PlanSearchResult(*_generate(front, plan), problem), bound)
+    return UnequalStages(PlanSearchResult(*_generate(front, plan), problem), bound)
 
 
 def _count_ranks(problem: JointProblem, choice: JointChoice) -> int:
