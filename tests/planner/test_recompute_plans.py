@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec import UNSET
+from msgspec.structs import replace
 from torch import nn
 
 import fxpart
@@ -256,6 +257,23 @@ def test_a_plan_with_offload_trains_the_same_bits(offload: str, recompute: str) 
         assert torch.equal(made.step(batch(seed)), plain.step(batch(seed)))
     state = plain.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
+
+
+@pytest.mark.parametrize("given", [{"offload": "auto"}, {}])
+def test_a_plan_that_selects_offload_trains_the_same_bits(given: dict[str, str]) -> None:
+    """The plan of accelerators with little memory, on two CPUs."""
+    free = {**FIXED, "recompute": "none"}
+    whole = program().replan(cluster(2, kind="gpu"), constraints=free).plan
+    small = cluster(2, int(needs(whole) * 0.75), "gpu", host=10**12)
+    plan = program().replan(small, constraints=free | given).plan
+    assert plan.offload != "none"
+    local = replace(plan, cluster=cluster(2), cluster_hash=cluster(2).hash)
+    torch.manual_seed(0)
+    found = fxpart.compile(Words(), plan=local, example_inputs=batch(), loss=loss)
+    made, plain = found.trainer(torch.optim.AdamW), stored().trainer(torch.optim.AdamW)
+    assert made.options.offload == plan.offload
+    for seed in range(3):
+        assert torch.equal(made.step(batch(seed)), plain.step(batch(seed)))
 
 
 @pytest.mark.parametrize(
