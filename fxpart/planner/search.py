@@ -116,6 +116,9 @@ def find_best_plan(
             raise
         offloaded = replace(request, constraints={**request.constraints, "offload": AUTO})
         found = search(replace(front, request=offloaded), families)
+        source = f"{found.plan.provenance.get('offload', '')}; nothing fits without".strip("; ")
+        sources = {**found.plan.provenance, "offload": source}
+        found = replace(found, plan=msgspec.structs.replace(found.plan, provenance=sources))
     given = dict(request.constraints)
     if found.plan.constraints.get("offload") == given.get("offload"):
         return found

@@ -186,6 +186,7 @@ def test_offload_is_named_where_memory_is_short() -> None:
     default = program().replan(small, constraints=free).plan
     assert default.prediction.step_seconds <= plan.prediction.step_seconds
     assert default.offload != "none" and "offload" not in default.constraints
+    assert default.provenance["offload"].endswith("nothing fits without")
     assert Plan.loads(plan.dumps()) == plan.validate() and plan.offload == "optimizer"
     assert plan.prediction.step_seconds > whole.prediction.step_seconds
     for rank, before in zip(plan.prediction.ranks, whole.prediction.ranks, strict=True):
