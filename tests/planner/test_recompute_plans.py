@@ -196,9 +196,8 @@ def test_offload_is_named_where_memory_is_short() -> None:
         program().replan(few, constraints={**free, "offload": "optimizer"})
 
 
-@pytest.mark.parametrize(
-    "given", [FIXED, {"mesh": "dp=2", "zero": 1}, pytest.param({}, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("given", [{}, FIXED, {"mesh": "dp=2", "zero": 1}])
 def test_offloads_compete_by_their_seconds(given: dict[str, Any]) -> None:
     """The best of all is selected on request; by default it is where nothing fits without."""
     need = needs(program().replan(cluster(2, kind="gpu"), constraints=given).plan)
@@ -260,6 +259,7 @@ def test_a_plan_with_offload_trains_the_same_bits(offload: str, recompute: str) 
     assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("given", [{"offload": "auto"}, {}])
 def test_a_plan_that_selects_offload_trains_the_same_bits(given: dict[str, str]) -> None:
     """The plan of accelerators with little memory, on two CPUs."""

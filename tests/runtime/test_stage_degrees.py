@@ -50,6 +50,7 @@ def test_three_ranks_over_gloo_and_a_checkpoint_of_another_layout(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_best_degrees_by_stage_are_found_and_train() -> None:
     """The default plan is the best of all choices, and no slower than a plan of fewer."""
     cluster = programs.one_fast_two_slow()
