@@ -16,7 +16,6 @@ from fxpart.codegen.generated_program import GeneratedProgram
 from fxpart.diagnostics.progress import log_phase
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.model import Plan
-from fxpart.plan.offload import AUTO
 from fxpart.planner.constraints import constrains_cuts
 from fxpart.planner.degree_certificate import find_rejected_choices, make_degree_certificate
 from fxpart.planner.degree_proposal import MeshProposal
@@ -38,7 +37,6 @@ from fxpart.planner.priced_mesh import CandidateCallback
 from fxpart.planner.refinement import is_measured, plan_seconds
 from fxpart.planner.request import PlanRequest, list_offloads, with_mesh, with_offload
 from fxpart.planner.time_to_loss import compute_seconds_to_loss
-from fxpart.solver.remedies import is_solved_by_offload
 
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
@@ -84,10 +82,9 @@ def find_best_plan(
     """Return the plan with the shortest step time, on the given mesh or the best proposed one.
 
     Stages of different tensor degrees compete, and where devices differ replicated stages and plans
-    on one kind of devices only (:mod:`fxpart.planner.families`). Where no plan fits, the search
-    selects offload to host memory too, unless the constraint excludes it. With a measured cost
-    model, meshes are compared by simulated step time, which accounts for contention only while
-    ranks compute at the same time; otherwise by the minimized closed form. on_candidate: see
+    on one kind of devices only (:mod:`fxpart.planner.families`). With a measured cost model, meshes
+    are compared by simulated step time, which accounts for contention only while ranks compute at
+    the same time; otherwise by the minimized closed form. on_candidate: see
     :func:`fxpart.planner.mesh_plan.solve_exactly`. Raises FXP2xx where nothing fits.
     """
 
@@ -109,16 +106,7 @@ def find_best_plan(
             fix="remove copies, or what prevents replicas",
         )
     families = tuple(REPLICA_FAMILIES.values())
-    try:
-        found = search(front, families)
-    except FxpartError as fault:
-        if "offload" in request.constraints or not is_solved_by_offload(fault.problems):
-            raise
-        offloaded = replace(request, constraints={**request.constraints, "offload": AUTO})
-        found = search(replace(front, request=offloaded), families)
-        source = f"{found.plan.provenance.get('offload', '')}; nothing fits without".strip("; ")
-        sources = {**found.plan.provenance, "offload": source}
-        found = replace(found, plan=msgspec.structs.replace(found.plan, provenance=sources))
+    found = search(front, families)
     given = dict(request.constraints)
     if found.plan.constraints.get("offload") == given.get("offload"):
         return found

@@ -278,7 +278,12 @@ def test_a_plan_that_selects_offload_trains_the_same_bits(given: dict[str, str])
 
 
 @pytest.mark.parametrize(
-    "given", [{"mode": "async", "offload": "both"}, {"recompute": "selective", "offload": "both"}]
+    "given",
+    [
+        {"mode": "async", "offload": "both"},
+        {"mode": "queue", "offload": "auto"},
+        {"recompute": "selective", "offload": "both"},
+    ],
 )
 def test_decisions_that_exclude_offload(given: dict[str, str]) -> None:
     with pytest.raises(FxpartError, match="FXP109"):

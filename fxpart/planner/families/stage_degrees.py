@@ -36,6 +36,7 @@ from fxpart.planner.plan_builder import ties_of
 from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prediction.asynchronous_plan import as_alternative
 from fxpart.planner.refinement import plan_seconds
+from fxpart.planner.request import with_offload
 from fxpart.planner.sharding_decision import ShardingAssumptions, shard_graph
 from fxpart.program.edges import find_stage_edges
 from fxpart.schedule.spec import SCHEDULES
@@ -169,7 +170,7 @@ def _search_requested(front: PreparedModel, microbatches: int | None) -> PlanSea
         tensor=tuple(sorted(set(list_stage_degrees(request.constraints)))),
     )  # fmt: skip
     whole, provenance = build_joint_problem(
-        front.graph, front.captured, request, microbatches, space
+        front.graph, front.captured, with_offload(request, "none"), microbatches, space
     )
     whole = apply_constraints(_without_pieces(whole), parse_constraints(request.constraints))
     problems = _list_named(whole, request) if whole.schedules else ()
