@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
-from fxpart.plan.offload import OFFLOADS
+from fxpart.plan.offload import AUTO, OFFLOADS
 from fxpart.plan.precision import PRECISIONS, TRANSFER_DTYPES
 from fxpart.schedule.spec import ASYNC, SCHEDULES, list_schedules
 from fxpart.schedule.weight_modes import MODES
@@ -152,7 +152,7 @@ _TABLE = (
         summary="Dtype in which float32 is sent between ranks.",
     ),
     ConstraintSpec(
-        name="offload", kind="choice", choices=OFFLOADS,
+        name="offload", kind="choice", choices=(*OFFLOADS, AUTO),
         summary="What is in host memory: optimizer state with the update, activations, or both.",
     ),
     ConstraintSpec(

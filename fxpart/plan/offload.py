@@ -7,6 +7,7 @@ from typing import Literal
 
 Offload = Literal["none", "optimizer", "activations", "both"]
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "activations", "both")
+AUTO = "auto"  # as the constraint: the planner selects one of them
 # Bytes of activations that wait for a copy, in sizes of the largest one, for each direction.
 AHEAD = 2
 _OPTIMIZER: tuple[Offload, ...] = ("optimizer", "both")
@@ -14,7 +15,7 @@ _ACTIVATIONS: tuple[Offload, ...] = ("activations", "both")
 
 
 def offload_of(constraints: Mapping[str, object]) -> Offload:
-    """Return the constraint's value, "none" without one."""
+    """Return the constraint's value, "none" without one and where the planner selects."""
     given = constraints.get("offload", "none")
     return next((each for each in OFFLOADS if each == given), "none")
 

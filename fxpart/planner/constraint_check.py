@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fxpart.errors import FxpartError, Problem
 from fxpart.plan.constraint_table import CONSTRAINTS, DEGREES, QUEUE, SHARD_AXIS
 from fxpart.plan.model import Plan
+from fxpart.plan.offload import AUTO
 from fxpart.planner.constraints import merge_data_axes
 from fxpart.planner.execution_mode import ASYNC, mode_of
 from fxpart.sharding import Mesh
@@ -224,7 +225,7 @@ def _precision(plan: Plan, constraints: Constraints) -> str:
 
 
 def _offload(plan: Plan, constraints: Constraints) -> str:
-    return "" if plan.offload == constraints["offload"] else f"offload={plan.offload}"
+    return "" if constraints["offload"] in (plan.offload, AUTO) else f"offload={plan.offload}"
 
 
 # Constraints that are a field of the plan: what the plan has instead, "" where they hold.

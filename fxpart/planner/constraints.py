@@ -128,11 +128,11 @@ def _find_solver_problems(constraints: Constraints) -> Iterator[Problem]:
 
 def _find_offload_problems(constraints: Constraints) -> Iterator[Problem]:
     """Yield FXP109 where offload is requested with decisions that exclude it."""
-    offload, mode = offload_of(constraints), mode_of(constraints)
+    offload, mode = constraints.get("offload", "none"), mode_of(constraints)
     if offload != "none" and mode != "sync":
         why = f"mode={mode} may plan stages that update on their own, without an offload"
         yield Problem("FXP109", f"constraint offload={offload!r}", why, "use mode=sync")
-    if offloads_activations(offload) and constraints.get("recompute") == "selective":
+    if offloads_activations(str(offload)) and constraints.get("recompute") == "selective":
         why = "selective recomputation stores results of ops on the device"
         yield Problem(
             "FXP109", f"constraint offload={offload!r}", why, "use recompute=full or recompute=none"

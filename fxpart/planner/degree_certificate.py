@@ -41,6 +41,8 @@ def make_degree_certificate(
         words += f", sequences over {', '.join(map(str, shared))} ranks or one"
     if spread := sorted({one.expert for one in found if one.expert > 1}):
         words += f", experts over {', '.join(map(str, spread))} data-parallel ranks or none"
+    if hosts := sorted({one.offload for one in found if one.offload != "none"}):
+        words += f", offload {' or '.join(hosts)}" + (" or none" if len(hosts) > 1 else "")
     levels = ", ".join(map(str, sorted({one.zero for one in found})))
     schedules = ", ".join(problem.schedules)
     if ASYNC in problem.schedules:

@@ -31,15 +31,16 @@ if TYPE_CHECKING:
 class MeshProposal:
     """Degrees shared by all stages: mesh is "dp=2,tp=2", "" where a stage is one rank.
 
-    experts: whether experts are distributed over dp. choice: the complete choice of the joint
-    problem. seconds: its step time by that problem, which assumes that all ranks of a host compute
-    all the time. expected_seconds: its step time under the best of the competing schedules, with
-    the average number of ranks that compute at once.
+    experts: whether experts are distributed over dp. offload: what is in host memory. choice: the
+    complete choice of the joint problem. seconds: its step time by that problem, which assumes that
+    all ranks of a host compute all the time. expected_seconds: its step time under the best of the
+    competing schedules, with the average number of ranks that compute at once.
     """
 
     mesh: str
     zero: int
     experts: bool
+    offload: str
     choice: JointChoice
     seconds: float
     expected_seconds: float
@@ -69,7 +70,9 @@ def make_proposal(
 
     pace: as in choose_degrees. schedules: those under which exact prices compare its stages.
     """
-    data, tensor, expert, zero, _, context, shards = uniform_degrees(problem, choice.options[0])
+    data, tensor, expert, zero, _, context, shards, offload = uniform_degrees(
+        problem, choice.options[0]
+    )
     assert expert in (1, data), "the search space has trainable plans only"
     over = ((DATA_AXIS, data // shards), (SHARD_AXIS, shards)) if shards else ((DATA_AXIS, data),)
     sizes = (*over, ("tp", tensor), (CONTEXT_AXIS, context))
@@ -82,6 +85,7 @@ def make_proposal(
         mesh=",".join(axes),
         zero=zero if data > 1 else 0,
         experts=expert > 1,
+        offload=offload,
         choice=choice,
         seconds=seconds,
         expected_seconds=best if pace is None else best * pace(busy * width),
@@ -104,9 +108,9 @@ def _reschedule(
 
 def select_distinct(rows: Sequence[MeshProposal], levels: bool = False) -> tuple[MeshProposal, ...]:
     """Return the best of each mesh, or of each with and without ZeRO, by rising expected time."""
-    kept: dict[tuple[str, bool, bool], MeshProposal] = {}
+    kept: dict[tuple[str, bool, str, bool], MeshProposal] = {}
     for one in sorted(rows, key=lambda row: row.expected_seconds):
-        kept.setdefault((one.mesh, one.experts, levels and one.zero > 0), one)
+        kept.setdefault((one.mesh, one.experts, one.offload, levels and one.zero > 0), one)
     return tuple(kept.values())
 
 

@@ -18,7 +18,6 @@ from fxpart.compat.optimizer_choice import choose
 from fxpart.errors import FxpartError, error
 from fxpart.plan.constraint_table import CONTEXT_AXIS, DATA_AXES, DATA_AXIS, SHARD_AXIS
 from fxpart.plan.model import Plan, PlanModel
-from fxpart.plan.offload import offloads_activations
 from fxpart.planner.constraints import list_fixed
 from fxpart.planner.context_parallelism import PlacedSequences
 from fxpart.planner.degree_proposal import DegreeSearchResult, make_proposal, select_distinct
@@ -31,6 +30,7 @@ from fxpart.planner.families.schedule_selection import (
 from fxpart.planner.joint_plan_builder import make_joint_plan
 from fxpart.planner.prediction.process_memory import with_process
 from fxpart.planner.refinement import find_contention
+from fxpart.planner.request import list_offloads
 from fxpart.pricing.joint import joint_problem
 from fxpart.pricing.joint_space import SearchSpace
 from fxpart.pricing.weights import trained_names, weights
@@ -81,9 +81,6 @@ def build_joint_problem(
         allowed = replace(allowed, context=ranks)  # also for short sequences
     if shards := list_fixed(request.constraints, "shard_degree"):
         allowed = replace(allowed, shard_degree=shards)
-    if offloads_activations(request.offload):
-        modes = tuple(mode for mode in allowed.recompute if mode != "selective")
-        allowed = replace(allowed, recompute=modes)
     schedules = _schedules(request, priced=space is None)
     return joint_problem(
         graph,
@@ -97,7 +94,7 @@ def build_joint_problem(
         weights=request.weights if ASYNC in schedules else STASH,
         space=allowed,
         transfer_dtype=request.transfer_dtype,
-        offload=request.offload,
+        offloads=list_offloads(request, training=captured.training),
         sequences=PlacedSequences(graph, captured),
     )
 

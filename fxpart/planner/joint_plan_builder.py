@@ -8,7 +8,6 @@ from fxpart.cluster.model import Cluster
 from fxpart.errors import error
 from fxpart.plan.contention import ContentionMeasurement, find_host_loads
 from fxpart.plan.model import Certificate, Plan, PlanModel, PlanTiedParameter, Stage
-from fxpart.plan.offload import offload_of
 from fxpart.plan.precision import precision_of, transfer_dtype_of
 from fxpart.planner.prediction.alternatives import AlternativeComparison
 from fxpart.planner.prediction.asynchronous_plan import as_weights
@@ -73,7 +72,7 @@ def make_joint_plan(
         weights=as_weights(problem.weights) if is_stream(choice.schedule) else FLUSH,
         precision=precision_of(constraints),
         transfer_dtype=transfer_dtype_of(constraints),
-        offload=offload_of(constraints),
+        offload=problem.layouts[problem.options[choice.options[0]].layout].offload,
         optimizer=optimizer,
         seed=seed,
         prediction=predict(
@@ -132,7 +131,7 @@ def _stage(
     ranks: tuple[int, ...],
     parameters: Sequence[int],
 ) -> Stage:
-    data, tensor, expert, _, _, context, _ = degrees(problem, stage.option)
+    data, tensor, expert, _, _, context, *_ = degrees(problem, stage.option)
     option = problem.options[stage.option]
     blocks = [b for first, last in stage.pieces for b in range(first, last + 1)]
     return Stage(

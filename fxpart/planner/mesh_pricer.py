@@ -138,7 +138,7 @@ class MeshPricer:
         problems: list[Problem] = []
         slower: SlowerThanIncumbentError | None = None
         for one in expand_assignments(request, assignment, every=every):
-            key = (str(request.mesh), request.zero, request.experts, one)
+            key = (str(request.mesh), request.zero, request.experts, request.offload, one)
             if key in self.seen:
                 slower = slower or SlowerThanIncumbentError(incumbent)
                 continue

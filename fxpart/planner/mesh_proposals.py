@@ -75,12 +75,7 @@ def propose_meshes(
     Those of the cluster itself come first where they are as fast. A mesh that is fixed is proposed
     too, as the only one. Raises FXP2xx where there is none.
     """
-    request = replace(front.request, constraints=with_cut_schedules(with_degrees(front.request)))
-    if not front.request.open and front.request.mesh.count(*DATA_AXES) > 1:
-        request.constraints["zero"] = front.request.zero
-    mixtures = [name for one in list_mixtures(front.graph.graph) for name in one.weights]
-    if is_annotated_by_expert(front.annotations, mixtures):
-        request.constraints["ep"] = 1
+    request = _make_degree_request(front)
     views: tuple[UniformView | None, ...] = (None,)
     if not is_measured(request.cost_model, request.cluster):
         views += list_uniform_views(request.cluster)
@@ -89,9 +84,12 @@ def propose_meshes(
     for view in views:
         mine = request if view is None else _restrict(request, view)
         try:
-            problem, provenance = build_joint_problem(
-                front.graph, front.captured, mine, microbatches
-            )
+            if view is None:
+                problem, provenance = build_degree_problem(front, microbatches)
+            else:
+                problem, provenance = build_joint_problem(
+                    front.graph, front.captured, mine, microbatches
+                )
             problem = msgspec.structs.replace(problem, worst=view is not None)
             chosen = choose_degrees(
                 problem, provenance, mine, pace=_pace(mine),
@@ -105,6 +103,31 @@ def propose_meshes(
         raise FxpartError(problems)
     found = [SourcedProposal(one, each) for each in sources for one in each.chosen.proposals]
     return tuple(sorted(found, key=lambda one: one.mesh.expected_seconds))
+
+
+def build_degree_problem(
+    front: PreparedModel, microbatches: int | None
+) -> tuple[JointProblem, dict[str, str]]:
+    """Return the joint problem of the cluster, and the sources of its costs; built once."""
+    request, cache = _make_degree_request(front), front.shardings
+    costs = cache.number(request.cost_model)
+    key = (costs, request.cluster.hash, microbatches, *sorted(request.constraints.items()))
+    if key not in cache.problems:
+        cache.problems[key] = build_joint_problem(
+            front.graph, front.captured, request, microbatches
+        )
+    return cache.problems[key]
+
+
+def _make_degree_request(front: PreparedModel) -> PlanRequest:
+    """Return the request by which degrees are searched."""
+    request = replace(front.request, constraints=with_cut_schedules(with_degrees(front.request)))
+    if not front.request.open and front.request.mesh.count(*DATA_AXES) > 1:
+        request.constraints["zero"] = front.request.zero
+    mixtures = [name for one in list_mixtures(front.graph.graph) for name in one.weights]
+    if is_annotated_by_expert(front.annotations, mixtures):
+        request.constraints["ep"] = 1
+    return request
 
 
 def _restrict(request: PlanRequest, view: UniformView) -> PlanRequest:

@@ -17,6 +17,7 @@ import msgspec
 from fxpart.compiler.garbage_collection import reduce_garbage_collection
 from fxpart.errors import FxpartError, error
 from fxpart.plan.model import Plan
+from fxpart.plan.offload import AUTO
 from fxpart.plan.staleness_penalty import ModeCandidate, StalenessPenalty
 from fxpart.planner.constraints import list_fixed
 from fxpart.planner.execution_mode import ASYNC, Found, as_asynchronous, as_synchronous
@@ -33,6 +34,7 @@ from fxpart.planner.time_to_loss import (
     list_pipelines,
     make_candidate,
 )
+from fxpart.solver.remedies import is_solved_by_offload
 
 if TYPE_CHECKING:
     from fxpart.solver.progress import Progress
@@ -64,14 +66,8 @@ def select_mode(
     """
     request = front.request
     if request.mode == "sync":
-        return ModeSelection(
-            find_best_plan(
-                _with_constraints(front, as_synchronous(request.constraints)),
-                microbatches,
-                progress,
-            ),
-            request,
-        )
+        mine = _with_constraints(front, as_synchronous(request.constraints))
+        return ModeSelection(_plan_in_memory(mine, microbatches, progress), request)
 
     def of(constraints: Found, **more: int | str) -> ModeSelection:
         mine = _with_constraints(front, {**constraints, **more})
@@ -113,6 +109,27 @@ def select_mode(
         return ModeSelection(found, replace(request, constraints=kept))
 
     return _select_sooner(front, microbatches, request.penalty, plan_synchronous, plan_pipeline)
+
+
+def _plan_in_memory(
+    front: PreparedModel, microbatches: int | None, progress: Callable[[Progress], None] | None
+) -> PlanSearchResult:
+    """Return the best synchronous plan; with offload to host memory where nothing fits without.
+
+    Not where the constraint offload is given.
+    """
+    given = dict(front.request.constraints)
+    try:
+        return find_best_plan(front, microbatches, progress)
+    except FxpartError as fault:
+        if "offload" in given or not is_solved_by_offload(fault.problems):
+            raise
+    offloaded = _with_constraints(front, {**given, "offload": AUTO})
+    found = find_best_plan(offloaded, microbatches, progress)
+    source = f"{found.plan.provenance.get('offload', '')}; nothing fits without".removeprefix("; ")
+    sources = {**found.plan.provenance, "offload": source}
+    plan = msgspec.structs.replace(found.plan, constraints=given, provenance=sources)
+    return replace(found, plan=plan)
 
 
 def request_of(request: PlanRequest, plan: Plan) -> PlanRequest:

@@ -15,16 +15,18 @@ from fxpart.environment import read_launch
 from fxpart.errors import FxpartError, Problem, error
 from fxpart.plan.constraint_table import DATA_AXES, DATA_AXIS, QUEUE, SHARD_AXIS
 from fxpart.plan.model import Plan
-from fxpart.plan.offload import Offload, offload_of
+from fxpart.plan.offload import AUTO, Offload, offload_of, offloads_activations
 from fxpart.plan.precision import precision_of, transfer_dtype_of
 from fxpart.plan.staleness_penalty import StalenessPenalty
 from fxpart.planner.constraints import (
+    allowed_recompute,
     find_constraint_problems,
     find_mesh_conflicts,
 )
 from fxpart.planner.execution_mode import ASYNC, Constraints, mode_of, weights_of
 from fxpart.planner.stage_bounds import find_allowed_bounds, find_stage_bounds
 from fxpart.planner.time_to_loss import read_penalty
+from fxpart.pricing.host_offload import HostOffload
 from fxpart.sharding import Mesh
 from fxpart.sharding.mesh import parse_axes
 from fxpart.solver.joint.constraints.parse import parse_constraints
@@ -153,11 +155,18 @@ def make_request(
 
 
 def with_mesh(
-    request: PlanRequest, mesh: str, zero: int, stages: int | None = None, *, experts: bool = False
+    request: PlanRequest,
+    mesh: str,
+    zero: int,
+    stages: int | None = None,
+    *,
+    experts: bool = False,
+    offload: str | None = None,
 ) -> PlanRequest:
     """Return the request with this mesh, ZeRO level over its data axis, and number of stages.
 
-    experts: distribute the experts of mixtures over the dp axis.
+    experts: distribute the experts of mixtures over the dp axis. offload: what is in host memory;
+    None leaves that of the request.
     """
     parsed = Mesh.parse(mesh)
     most = len(request.cluster.devices) // parsed.size
@@ -169,6 +178,8 @@ def with_mesh(
         raise FxpartError(problems)
     if request.divisible.apart:
         allowed = (1, 1)
+    if offload is not None:
+        request = with_offload(request, offload)
     return replace(
         request,
         mesh=parsed,
@@ -178,6 +189,26 @@ def with_mesh(
         stages=allowed if stages is None else (stages, stages),
         open=False,
     )
+
+
+def with_offload(request: PlanRequest, offload: str) -> PlanRequest:
+    """Return the request with this selected offload where the planner selects it."""
+    if request.constraints.get("offload") != AUTO:
+        return request
+    return replace(request, constraints={**request.constraints, "offload": offload})
+
+
+def list_offloads(request: PlanRequest, *, training: bool = True) -> tuple[Offload, ...]:
+    """Return what may be in host memory: the requested value, or all that free device memory.
+
+    "none" comes first. training: whether the model is trained. Activations are not offloaded where
+    all stages are to recompute them selectively.
+    """
+    if request.constraints.get("offload") != AUTO or request.mode != "sync" or not training:
+        return (request.offload,)
+    selective = allowed_recompute(request.constraints) == ("selective",)
+    found = HostOffload.of("none", request.cluster).others
+    return ("none", *(each for each in found if not (selective and offloads_activations(each))))
 
 
 def check_counts(batch_size: int | None, microbatches: int | None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -29,11 +31,11 @@ from fxpart.planner.mesh_proposals import (
     has_tables,
     propose_meshes,
 )
-from fxpart.planner.plan_family import ModelContext, PlanSearchResult
+from fxpart.planner.plan_family import ModelContext, ModelPlanFamily, PlanSearchResult
 from fxpart.planner.prepared_model import PreparedModel
 from fxpart.planner.priced_mesh import CandidateCallback
 from fxpart.planner.refinement import is_measured, plan_seconds
-from fxpart.planner.request import PlanRequest, with_mesh
+from fxpart.planner.request import PlanRequest, list_offloads, with_mesh, with_offload
 from fxpart.planner.time_to_loss import compute_seconds_to_loss
 
 if TYPE_CHECKING:
@@ -79,21 +81,23 @@ def find_best_plan(
 ) -> PlanSearchResult:
     """Return the plan with the shortest step time, on the given mesh or the best proposed one.
 
-    Where devices differ, plans with replicated stages and plans on one kind of devices only are
-    searched too (:mod:`fxpart.planner.families.replicated_stages`). With a measured cost model,
-    meshes are compared by simulated step time, which accounts for contention only while ranks
-    compute at the same time; otherwise by the minimized closed form. on_candidate: see
+    Stages of different tensor degrees compete, and where devices differ replicated stages and plans
+    on one kind of devices only (:mod:`fxpart.planner.families`). With a measured cost model, meshes
+    are compared by simulated step time, which accounts for contention only while ranks compute at
+    the same time; otherwise by the minimized closed form. on_candidate: see
     :func:`fxpart.planner.mesh_plan.solve_exactly`. Raises FXP2xx where nothing fits.
     """
 
-    def search(part: PreparedModel) -> PlanSearchResult:
+    def search(part: PreparedModel, families: Sequence[ModelPlanFamily]) -> PlanSearchResult:
+        """Plan by the first family that accepts, which compares with those after it."""
+        for number, family in enumerate(families):
+            if family.accepts(part.request, part.request.cluster) is None:
+                later = partial(search, families=families[number + 1 :])
+                return family.plan(ModelContext(part, microbatches, later))
         return _find_equal_stages(part, microbatches, progress, on_candidate)
 
-    family = find_family(REPLICA_FAMILIES, front.request)
-    if family is not None:
-        return family.plan(ModelContext(front, microbatches, search))
-    if front.request.constraints.get("copies") == "always":
-        request = front.request
+    request = front.request
+    if request.constraints.get("copies") == "always" and not find_family(REPLICA_FAMILIES, request):
         reasons = [one.accepts(request, request.cluster) for one in REPLICA_FAMILIES.values()]
         raise error(
             "FXP109",
@@ -101,7 +105,12 @@ def find_best_plan(
             why=f"replicated stages are not searched: {'; '.join(filter(None, reasons))}",
             fix="remove copies, or what prevents replicas",
         )
-    return search(front)
+    families = tuple(REPLICA_FAMILIES.values())
+    found = search(front, families)
+    given = dict(request.constraints)
+    if found.plan.constraints.get("offload") == given.get("offload"):
+        return found
+    return replace(found, plan=msgspec.structs.replace(found.plan, constraints=given))
 
 
 def _find_equal_stages(
@@ -145,7 +154,13 @@ def _price_by_estimate(pricer: MeshPricer, proposals: Sequence[SourcedProposal])
     seconds: dict[SourcedProposal, float] = {}
 
     def attempt(one: SourcedProposal, every: bool) -> None:
-        fixed = with_mesh(request, one.mesh.mesh, one.mesh.zero, experts=one.mesh.experts)
+        fixed = with_mesh(
+            request,
+            one.mesh.mesh,
+            one.mesh.zero,
+            experts=one.mesh.experts,
+            offload=one.mesh.offload,
+        )
         known = min(map(step_time, found), default=inf)
         try:
             with log_phase(f"lower and price {_describe(one.mesh)}", logging.DEBUG):
@@ -183,14 +198,14 @@ def _price_by_ideal(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) ->
     Raises FXP2xx where nothing fits.
     """
     request = pricer.front.request
-    groups: dict[tuple[str, int, bool], list[SourcedProposal]] = {}
+    groups: dict[tuple[str, int, bool, str], list[SourcedProposal]] = {}
     for one in proposals:
         groups.setdefault(_key(one), []).append(one)
     problems: list[Problem] = []
     prices: list[tuple[IdealPrice, PlanRequest, list[SourcedProposal]]] = []
     slower: dict[SourcedProposal, float] = {}
-    for (mesh, zero, experts), members in groups.items():
-        fixed = with_mesh(request, mesh, zero, experts=experts)
+    for (mesh, zero, experts, offload), members in groups.items():
+        fixed = with_mesh(request, mesh, zero, experts=experts, offload=offload)
         known = min((price.seconds for price, *_ in prices), default=inf)
         if known * _IDEAL_REACH <= members[0].mesh.expected_seconds:
             break
@@ -254,13 +269,16 @@ def _price_fixed_mesh(
         assignment = StageAssignment(
             starts=best.starts, microbatches=best.microbatches, stages=len(best.options)
         )
-        return pricer.price(replace(request, experts=mesh.experts), assignment)
+        part = replace(with_offload(request, mesh.offload), experts=mesh.experts)
+        return pricer.price(part, assignment)
     every = front.info.nodes <= SMALL_GRAPH
     found: list[tuple[Plan, GeneratedProgram]] = []
     problems: list[Problem] = []
-    for experts in list_expert_choices(front.graph.graph, request, front.annotations):
+    experts = list_expert_choices(front.graph.graph, request, front.annotations)
+    offloads = list_offloads(request, training=front.captured.training)
+    for offload, distributed in product(offloads, experts):
         known = min((_compare_by(plan, request) for plan, _ in found), default=inf)
-        part = replace(request, experts=experts)
+        part = replace(with_offload(request, offload), experts=distributed)
         try:
             if pricer.has_ideal_prices():
                 price = pricer.price_ideal(part, StageAssignment(), ample=True)
@@ -291,15 +309,16 @@ def _count_tries(front: PreparedModel, proposals: Sequence[SourcedProposal]) -> 
     return _TRIES * (sources + has_tables(front))
 
 
-def _key(one: SourcedProposal) -> tuple[str, int, bool]:
+def _key(one: SourcedProposal) -> tuple[str, int, bool, str]:
     """Return what distinguishes the meshes that are priced."""
-    return one.mesh.mesh, one.mesh.zero, one.mesh.experts
+    return one.mesh.mesh, one.mesh.zero, one.mesh.experts, one.mesh.offload
 
 
 def _describe(one: MeshProposal) -> str:
     zero = f", ZeRO {one.zero}" if one.zero else ""
     experts = ", experts over dp" if one.experts else ""
-    return f"{one.mesh or 'one rank per stage'}{zero}{experts}"
+    host = f", offload={one.offload}" if one.offload != "none" else ""
+    return f"{one.mesh or 'one rank per stage'}{zero}{experts}{host}"
 
 
 def _closed(priced: _Tried) -> float:

@@ -27,6 +27,7 @@ from fxpart.passes import all_passes
 from fxpart.passes.rules import layout, operands, rule_of
 from fxpart.plan.constraint_table import DATA_AXES, DATA_AXIS
 from fxpart.plan.model import Certificate
+from fxpart.plan.offload import offloads_optimizer
 from fxpart.planner.constraints import allowed_recompute
 from fxpart.planner.context_parallelism import shard_sequences
 from fxpart.planner.embedding_tables import get_resident_optimizer, shard_large_tables
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from fxpart.capture import CapturedModel
     from fxpart.costs import CostModel
     from fxpart.planner.request import PlanRequest
+    from fxpart.solver.joint.problem import JointProblem
 
 _KEPT = 64  # graphs of each kind that are kept for other devices and prices
 
@@ -94,7 +96,7 @@ class ShardingCache:
 
     propagated, placed: graphs by mesh and annotations; those of ZeRO levels below 3 are the same.
     selected: placements, also by the devices, their prices and the assumptions, by ZeRO level.
-    costs: of the graph itself.
+    costs: of the graph itself. problems: of degrees, with the sources of their costs.
     """
 
     propagated: dict[object, fx.GraphModule] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class ShardingCache:
     selected: dict[object, dict[int, SelectedPlacements]] = field(default_factory=dict)
     models: list[CostModel] = field(default_factory=list)
     costs: dict[object, GraphCosts] = field(default_factory=dict)
+    problems: dict[object, tuple[JointProblem, dict[str, str]]] = field(default_factory=dict)
 
     def for_other_costs(self) -> ShardingCache:
         """Return a cache for other devices and prices that shares the newest graphs."""
@@ -163,7 +166,8 @@ def shard_graph(
         return finish("complete", lambda: fork(whole))
     devices = msgspec.json.encode(request.cluster)
     prices = (devices, cache.number(request.cost_model), expected)
-    known = cache.selected.setdefault((key, prices, allowed_recompute(request.constraints)), {})
+    memory = allowed_recompute(request.constraints), offloads_optimizer(request.offload)
+    known = cache.selected.setdefault((key, prices, memory), {})
     made = next((s for level, s in known.items() if s.is_valid(level, request.zero)), None)
     if made is None:
         made = _select_placements(whole, captured, request, expected, undecided)

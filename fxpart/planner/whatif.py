@@ -182,7 +182,7 @@ def _decided(plan: Plan, index: int) -> Degrees:
     stage = plan.stages[index]
     return Degrees(
         stage.data_parallel, stage.tensor_parallel, stage.expert_parallel, stage.zero,
-        stage.recompute, stage.context_parallel, stage.shard_degree,
+        stage.recompute, stage.context_parallel, stage.shard_degree, plan.offload,
     )  # fmt: skip
 
 
@@ -273,13 +273,14 @@ def _stages(first: int, last: int) -> str:
 
 
 def _option(problem: JointProblem, index: int) -> str:
-    data, tensor, expert, zero, recompute, context, shards = degrees(problem, index)
+    data, tensor, expert, zero, recompute, context, shards, offload = degrees(problem, index)
     words = [f"dp {data}", f"tp {tensor}"]
     words += [f"cp {context}"] if context > 1 else []
     words += [f"ep {expert}"] if expert > 1 else []
     words += [f"ZeRO-{zero}"] if zero else []
     words += [f"shard degree {shards}"] if shards else []
     words += [f"{recompute} recompute"] if recompute != "none" else []
+    words += [f"offload {offload}"] if offload != "none" else []
     return " x ".join(words[:2]) + "".join(f", {w}" for w in words[2:])
 
 

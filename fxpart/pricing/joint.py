@@ -57,7 +57,7 @@ def joint_problem(
     space: SearchSpace | None = None,
     transfer_dtype: str = "",
     sequences: SequencePlacements | None = None,
-    offload: Offload = "none",
+    offloads: Sequence[Offload] = ("none",),
 ) -> tuple[JointProblem, dict[str, str]]:
     """Return the joint problem of an annotated graph on a cluster, and the sources of its costs.
 
@@ -66,8 +66,8 @@ def joint_problem(
     as for :func:`fxpart.compat.optimizer_choice.choose`. weights: weight mode of the schedule
     "async". space: the allowed choices. transfer_dtype: dtype in which float32 is sent between
     stages, "" for no conversion. sequences: the graph's placements under context parallelism; None
-    excludes it. offload: what is in host memory. Raises FXP105 (the batch cannot be split), FXP109
-    (an argument), FXP201 (no blocks) and FXP403 (no link).
+    excludes it. offloads: what may be in host memory. Raises FXP105 (the batch cannot be split),
+    FXP109 (an argument), FXP201 (no blocks) and FXP403 (no link).
     """
     costs = costmodels.find(cost_model, cluster) if isinstance(cost_model, str) else cost_model
     if not graph.meta.get(BLOCKS_KEY):
@@ -82,11 +82,12 @@ def joint_problem(
     devices, blocks = sum(p.pool.devices for p in pools), graph.meta[BLOCKS_KEY]
     stages = max(1, min(devices, len(blocks), allowed.max_stages or devices))
     rows = MicrobatchRows(captured, batch_size, microbatches, allowed, stages)
-    model = ModelBlocks(graph, captured, choice, HostOffload.of(offload, cluster))
+    model = ModelBlocks(graph, captured, choice)
+    hosts = {each: HostOffload.of(each, cluster) for each in offloads}
     lines = ReplicaCollectiveTimes(
         costs, max(NonOpCosts.of(costs, pool.sample).copying for pool in pools)
     )
-    layouts = ModelLayouts(model, costs, pools, lines, rows, allowed, sequences)
+    layouts = ModelLayouts(model, costs, pools, lines, rows, allowed, sequences, hosts)
     works = MicrobatchCosts(layouts)
     options = StageOptionEnumerator(layouts, works, allowed).all()
     problem = JointProblem(
@@ -105,7 +106,7 @@ def joint_problem(
         max_stages=stages,
         no_cut_after=tuple(graph.meta.get(NO_CUT_KEY, ())),
         uniform=allowed.uniform,
-        offloads=model.host.others if captured.training else (),
+        offloads=hosts[offloads[0]].others if captured.training and len(hosts) == 1 else (),
     )
     return problem, _provenance(cluster, layouts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING, Protocol
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import fx
 
 from fxpart.compiler import MESH_KEY
+from fxpart.plan.offload import Offload
 from fxpart.pricing.host_offload import HostOffload
 from fxpart.pricing.joint_block_kinds import find_kinds
 from fxpart.pricing.joint_context import ContextParallelLayout
@@ -71,16 +72,12 @@ class ModelBlocks:
         graph: fx.GraphModule,
         captured: CapturedModel,
         optimizer: OptimizerChoice,
-        host: HostOffload | None = None,
     ) -> None:
-        """Find kinds and tied parameters. host: what is offloaded."""
+        """Find kinds and tied parameters."""
         self.graph, self.captured, self.optimizer = graph, captured, optimizer
-        self.host = HostOffload() if host is None else host
         self.trained = trained_names(captured) if captured.training else frozenset()
         self.specs = Specs(self.trained)
-        found = tuple(
-            map(self.host.weight, weights(graph.graph, captured, self.trained, optimizer))
-        )
+        found = weights(graph.graph, captured, self.trained, optimizer)
         self.kinds = find_kinds(graph, self.specs, found)
         self.tied = tuple(w for w in found if len(w.blocks) > 1)
         self.ties = tuple(
@@ -101,12 +98,14 @@ class ModelLayouts:
         rows: MicrobatchRows,
         space: SearchSpace,
         sequences: SequencePlacements | None = None,
+        hosts: Mapping[Offload, HostOffload] | None = None,
     ) -> None:
         """Select placements for each tensor degree, distribute experts for each expert degree.
 
-        sequences: placements for each context degree.
+        sequences: placements for each context degree. hosts: what may be offloaded; None: nothing.
         """
         self.model, self.pools, self.lines = model, pools, lines
+        self.hosts = hosts or {"none": HostOffload()}
         self.rows, self.space = rows, space
         self.kinds = model.kinds
         self.prices = OpPrices(costs)
@@ -132,8 +131,14 @@ class ModelLayouts:
 
     @cached_property
     def all(self) -> tuple[ParallelLayout, ...]:
-        """Return the parameter bytes of every layout."""
-        return tuple(map(self._layout, sorted(self.sheets)))
+        """Return the parameter bytes of every layout, by what is offloaded."""
+        return tuple(
+            self._layout(found, offload) for offload in self.hosts for found in sorted(self.sheets)
+        )
+
+    def host(self, layout: int) -> HostOffload:
+        """Return what a layout offloads."""
+        return self.hosts[self.all[layout].offload]
 
     def sheet(self, layout: int) -> BlockCostSheet:
         """Return the costs of a layout."""
@@ -237,9 +242,11 @@ class ModelLayouts:
     def _cutter(self) -> TensorLayoutSolver:
         return TensorLayoutSolver(samples(self.kinds))
 
-    def _layout(self, degrees: Degrees) -> ParallelLayout:
+    def _layout(self, degrees: Degrees, offload: Offload) -> ParallelLayout:
         """Return the bytes on a rank; separately for experts where they are distributed."""
         tensor, expert, context = degrees
+        host = self.hosts[offload]
+        tied = tuple(map(host.weight, self.model.tied))
         cut = self.sheets[degrees].cut
         experts = self.model.mixtures.weights if expert > 1 else frozenset()
 
@@ -250,23 +257,27 @@ class ModelLayouts:
             tensor=tensor,
             expert=expert,
             context=context,
-            dense=self._state(degrees, lambda w: w.name not in experts),
-            experts=self._state(degrees, lambda w: w.name in experts) if experts else None,
+            offload=offload,
+            dense=self._state(degrees, host, lambda w: w.name not in experts),
+            experts=self._state(degrees, host, lambda w: w.name in experts) if experts else None,
             buffer=tuple(
                 sum(parts(w, w.weight) for w in b.own if w.buffer) for b in self.kinds.samples
             ),
-            tie_weight=tuple(parts(w, w.weight) for w in self.model.tied),
-            tie_gradient=tuple(parts(w, w.gradient) for w in self.model.tied),
-            tie_optimizer=tuple(parts(w, w.optimizer) for w in self.model.tied),
+            tie_weight=tuple(parts(w, w.weight) for w in tied),
+            tie_gradient=tuple(parts(w, w.gradient) for w in tied),
+            tie_optimizer=tuple(parts(w, w.optimizer) for w in tied),
         )
 
-    def _state(self, degrees: Degrees, of: Callable[[Weight], bool]) -> ParameterFootprint:
+    def _state(
+        self, degrees: Degrees, host: HostOffload, of: Callable[[Weight], bool]
+    ) -> ParameterFootprint:
         """Return parameter bytes by kind of block; tied ones update with their first block."""
         cut = self.sheets[degrees].cut
         rows: dict[str, list[int]] = {"weight": [], "gradient": [], "optimizer": []}
         unsent = []
         for block in self.kinds.samples:
-            local_weights = self._local([w for w in block.own if of(w) and not w.buffer], cut)
+            own = [host.weight(w) for w in block.own if of(w) and not w.buffer]
+            local_weights = self._local(own, cut)
             for part, row in rows.items():
                 row.append(sum(getattr(w, part) for w in local_weights))
             # Rows are all-gathered, which moves half of the bytes of an all-reduce.
@@ -275,12 +286,12 @@ class ModelLayouts:
         for place in self.pools:
             ring = self.lines.ring(place, degrees[0], 1)
             line = self.lines.line("partial", "replicate", ring)
-            own = NonOpCosts.of(self.prices.model, place.sample)
+            costs = NonOpCosts.of(self.prices.model, place.sample)
             seconds = []
             for block in self.kinds.samples:
-                updated = [w for w in (*block.own, *block.first) if of(w)]
+                updated = [host.weight(w) for w in (*block.own, *block.first) if of(w)]
                 waiting = sum(w.gradient for w in updated if cut.waits(w))
-                stepped = own.updates(self._local(updated, cut), 1)
+                stepped = costs.updates(self._local(updated, cut), 1)
                 seconds.append(sum(stepped) + line(waiting))
             step.append(tuple(seconds))
         return ParameterFootprint(

@@ -22,7 +22,8 @@ class MicrobatchCosts:
         """Create it; nothing is priced before it is needed."""
         self.layouts, self.rows, self.pools = layouts, layouts.rows, layouts.pools
         self._bytes: dict[tuple[int, int], BlockMemory] = {}
-        self._timed: dict[tuple[int, int, int], tuple[BlockTimes, BlockTimes]] = {}
+        self._stored: dict[tuple[int, int, int, int], BlockMemory] = {}
+        self._timed: dict[tuple[int, ...], tuple[BlockTimes, BlockTimes]] = {}
 
     def all(self, options: Sequence[ParallelOption]) -> tuple[MicrobatchCost, ...]:
         """Return the costs for each pool, layout, rows and mode that may be needed and fit."""
@@ -48,7 +49,7 @@ class MicrobatchCosts:
             _row(ops.forward + sums.forward),
             _row(ops.backward + sums.backward + again),
         )
-        host = self.layouts.model.host
+        host = self.layouts.host(layout)
         if host.activations:
             saved = self._saved(layout, rows)
             device = self.pools[pool].sample
@@ -68,9 +69,9 @@ class MicrobatchCosts:
 
     def _seconds(self, pool: int, layout: int, rows: int) -> tuple[BlockTimes, BlockTimes]:
         """Return the times of the ops, and of the collectives."""
-        key = (pool, layout, rows)
+        found = self.layouts.all[layout]
+        key = (pool, found.tensor, found.expert, found.context, rows)
         if key not in self._timed:
-            found = self.layouts.all[layout]
             sheet, sizes, place = self.layouts.sheet(layout), self.rows.at(rows), self.pools[pool]
             rings: dict[Axis, tuple[Link, ...]] = {
                 "tensor": self.layouts.lines.ring(place, found.tensor, 1),
@@ -85,7 +86,7 @@ class MicrobatchCosts:
     def memory(self, layout: int, rows: int) -> BlockMemory:
         """Return the memory of a microbatch of ``rows`` rows."""
         if (layout, rows) not in self._bytes:
-            found, host = self._memory(layout, rows), self.layouts.model.host
+            found, host = self._memory(layout, rows), self.layouts.host(layout)
             if host.activations:
                 rows_by_mode = {
                     mode: host.memory(row, found.workspace[mode], found.largest)
@@ -100,7 +101,12 @@ class MicrobatchCosts:
         return self._bytes[layout, rows]
 
     def _memory(self, layout: int, rows: int) -> BlockMemory:
-        return self.layouts.sheet(layout).bytes(self.rows.at(rows))
+        """Return the memory without offload."""
+        found = self.layouts.all[layout]
+        key = (found.tensor, found.expert, found.context, rows)
+        if key not in self._stored:
+            self._stored[key] = self.layouts.sheet(layout).bytes(self.rows.at(rows))
+        return self._stored[key]
 
     def _saved(self, layout: int, rows: int) -> tuple[int, ...]:
         """Return the bytes by kind that autograd saves, also under recomputation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from fxpart.plan.offload import offloads_activations
 from fxpart.pricing.joint_layouts import ModelLayouts
 from fxpart.pricing.joint_microbatch_costs import MicrobatchCosts
 from fxpart.pricing.joint_space import SearchSpace, data_degrees, odd
@@ -106,7 +107,7 @@ class StageOptionEnumerator:
     def _option(
         self, pool: int, index: int, layout: ParallelLayout, data: int, zero: int, shards: int
     ) -> list[ParallelOption]:
-        """Return one option for each recompute mode."""
+        """Return one option for each recompute mode that the layout allows."""
         place, t, e = self.pools[pool], layout.tensor, layout.expert
         dense = self.lines.ring(place, shards or data, t)
         experts = self.lines.ring(place, data // e, t * e) if layout.experts is not None else ()
@@ -132,6 +133,7 @@ class StageOptionEnumerator:
                 reduce_experts=reduce[1], gather_experts=gather[1],
             )
             for mode in self._modes
+            if mode != "selective" or not offloads_activations(layout.offload)
         ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from fxpart.errors import Problem
 from fxpart.schedule.spec import DEFAULT_SCHEDULE
 from fxpart.solver.bounds import list_units
 from fxpart.solver.evaluation import ChoiceEvaluation, StagePeakMemory
@@ -23,6 +24,7 @@ from fxpart.solver.work import SolverTimeout
 
 # extra memory is found up to this fraction of the largest device's memory; at least 1 exactly
 _FINE = 1000
+_OFFLOAD = "offload="
 P = TypeVar("P", PartitionProblem, JointProblem)
 Stage = TypeVar("Stage", bound=StagePeakMemory)
 Choice = TypeVar("Choice")
@@ -42,7 +44,7 @@ def list_changes(
     for offload in problem.offloads:
         if (found := find(with_offload(problem, offload))) is not None:
             needed = format_byte_count(max(s.needed for s in found.stages), up=True)
-            yield f"offload={offload} (then {needed} per device)"
+            yield f"{_OFFLOAD}{offload} (then {needed} per device)"
             break
     default = msgspec.structs.replace(problem, schedules=(DEFAULT_SCHEDULE,))
     if DEFAULT_SCHEDULE not in problem.schedules and find(default) is not None:
@@ -61,6 +63,11 @@ def list_changes(
         least, other = smaller[-1]
         for text, _ in more_devices(other):
             yield f"{text} with {least}"
+
+
+def is_solved_by_offload(problems: Iterable[Problem]) -> bool:
+    """Return whether some plan was found to fit with offload to host memory."""
+    return any(_OFFLOAD in problem.fix for problem in problems)
 
 
 def find_least_sufficient(enough: Callable[[int], bool], most: int, start: int = 1) -> int | None:

@@ -258,9 +258,9 @@ def test_small_graphs_and_tables_are_tried_with_zero_and_without(
     monkeypatch.setattr(fxpart.planner.mesh_proposals, "SMALL_GRAPH", 400 if small else 0)
     tried: list[tuple[str, bool]] = []
 
-    def record(request: PlanRequest, mesh: str, zero: int, *, experts: bool) -> PlanRequest:
+    def record(request: PlanRequest, mesh: str, zero: int, **given: Any) -> PlanRequest:
         tried.append((mesh, zero > 0))
-        return with_mesh(request, mesh, zero, experts=experts)
+        return with_mesh(request, mesh, zero, **given)
 
     monkeypatch.setattr(fxpart.planner.search, "with_mesh", record)
     monkeypatch.setattr(fxpart.planner.search, "_closed", lambda made: math.inf)

@@ -29,15 +29,18 @@ def request(**constraints: Any) -> PlanRequest:
 @pytest.mark.parametrize(
     ("constraints", "accepting"),
     [
-        ({}, set()),
+        ({}, {"stage degrees"}),
         ({"mode": "queue"}, {"queues"}),
         ({"mode": "async", "mesh": "none"}, {"asynchronous pipeline"}),
         ({"copies": "always"}, {"replicated stages"}),
-        ({"copies": "none"}, set()),
+        ({"copies": "none"}, {"stage degrees"}),
         ({"copies": "always", "tp": 2}, set()),
         ({"schedule": "zb-v"}, {"schedule selection"}),
         ({"schedule": "zb-h1"}, set()),
-        ({"schedule": "gpipe,1f1b"}, set()),
+        ({"schedule": "gpipe,1f1b"}, {"stage degrees"}),
+        ({"offload": "both"}, set()),
+        ({"zero": 1}, set()),
+        ({"tp": 2}, set()),
     ],
 )
 def test_families_accept_or_say_why_not(constraints: dict[str, Any], accepting: set[str]) -> None:

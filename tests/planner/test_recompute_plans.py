@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from msgspec import UNSET
+from msgspec.structs import replace
 from torch import nn
 
 import fxpart
@@ -171,7 +173,7 @@ def test_more_memory_is_never_slower() -> None:
 
 
 def test_offload_is_named_where_memory_is_short() -> None:
-    """The remedy is a constraint; its plan fits, is stored, checked, and trains the same bits."""
+    """The remedy is a constraint; its plan fits, is stored and checked. The default is as fast."""
     free = {**FIXED, "recompute": "none"}
     whole = program().replan(cluster(2, kind="gpu"), constraints=free).plan
     memory = int(
@@ -179,8 +181,12 @@ def test_offload_is_named_where_memory_is_short() -> None:
     )
     small = cluster(2, memory, "gpu")
     with pytest.raises(FxpartError, match=r"FXP204[\s\S]*offload=optimizer"):
-        program().replan(small, constraints=free)
+        program().replan(small, constraints={**free, "offload": "none"})
     plan = program().replan(small, constraints={**free, "offload": "optimizer"}).plan
+    default = program().replan(small, constraints=free).plan
+    assert default.prediction.step_seconds <= plan.prediction.step_seconds
+    assert default.offload != "none" and "offload" not in default.constraints
+    assert default.provenance["offload"].endswith("nothing fits without")
     assert Plan.loads(plan.dumps()) == plan.validate() and plan.offload == "optimizer"
     assert plan.prediction.step_seconds > whole.prediction.step_seconds
     for rank, before in zip(plan.prediction.ranks, whole.prediction.ranks, strict=True):
@@ -188,6 +194,33 @@ def test_offload_is_named_where_memory_is_short() -> None:
     with pytest.raises(FxpartError, match=r"FXP204[\s\S]*on h, which has 1000"):
         few = cluster(2, memory, "gpu", host=1000)
         program().replan(few, constraints={**free, "offload": "optimizer"})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", [{}, FIXED, {"mesh": "dp=2", "zero": 1}])
+def test_offloads_compete_by_their_seconds(given: dict[str, Any]) -> None:
+    """The best of all is selected on request; by default it is where nothing fits without."""
+    need = needs(program().replan(cluster(2, kind="gpu"), constraints=given).plan)
+    selected = set()
+    for share in (0.15, 0.4, 0.9, 1.5):
+        small = cluster(2, int(need * share), "gpu", host=10**12)
+        times: dict[str, float] = {}
+        for offload in ("none", "optimizer", "activations", "both"):
+            with suppress(FxpartError):
+                plan = program().replan(small, constraints={**given, "offload": offload}).plan
+                times[offload] = plan.prediction.step_seconds
+        for asked in ("auto", ""):
+            wanted = {"offload": asked} if asked else {}
+            try:
+                plan = program().replan(small, constraints={**given, **wanted}).plan
+            except FxpartError as fault:
+                assert fault.code == "FXP204" and not times
+                continue
+            least = times.get("none", min(times.values())) if not asked else min(times.values())
+            assert plan.prediction.step_seconds == least == times[plan.offload]
+            assert plan.constraints == given | wanted and Plan.loads(plan.dumps()) == plan
+            selected.add(plan.offload)
+    assert len(selected) > 1
 
 
 def test_an_update_on_the_host_is_no_faster() -> None:
@@ -226,8 +259,31 @@ def test_a_plan_with_offload_trains_the_same_bits(offload: str, recompute: str) 
     assert all(torch.equal(value, state[name]) for name, value in made.state_dict().items())
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("given", [{"offload": "auto"}, {}])
+def test_a_plan_that_selects_offload_trains_the_same_bits(given: dict[str, str]) -> None:
+    """The plan of accelerators with little memory, on two CPUs."""
+    free = {**FIXED, "recompute": "none"}
+    whole = program().replan(cluster(2, kind="gpu"), constraints=free).plan
+    small = cluster(2, int(needs(whole) * 0.75), "gpu", host=10**12)
+    plan = program().replan(small, constraints=free | given).plan
+    assert plan.offload != "none"
+    local = replace(plan, cluster=cluster(2), cluster_hash=cluster(2).hash)
+    torch.manual_seed(0)
+    found = fxpart.compile(Words(), plan=local, example_inputs=batch(), loss=loss)
+    made, plain = found.trainer(torch.optim.AdamW), stored().trainer(torch.optim.AdamW)
+    assert made.options.offload == plan.offload
+    for seed in range(3):
+        assert torch.equal(made.step(batch(seed)), plain.step(batch(seed)))
+
+
 @pytest.mark.parametrize(
-    "given", [{"mode": "async", "offload": "both"}, {"recompute": "selective", "offload": "both"}]
+    "given",
+    [
+        {"mode": "async", "offload": "both"},
+        {"mode": "queue", "offload": "auto"},
+        {"recompute": "selective", "offload": "both"},
+    ],
 )
 def test_decisions_that_exclude_offload(given: dict[str, str]) -> None:
     with pytest.raises(FxpartError, match="FXP109"):

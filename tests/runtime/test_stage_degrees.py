@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import stage_degree_programs as programs
+from oracles.joint_brute import solve_joint_brute
 from ranks import Pool
 
 from fxpart.errors import FxpartError
 from fxpart.plan.model import Plan
 from fxpart.planner.constraints import find_constraint_problems
 from fxpart.runtime.mesh.mesh_ranks import build_rank_table, find_receivers
+from fxpart.solver.joint.problem import JointProblem
 
 # llama computes norms and rotary embeddings in float32.
 LARGEST = {"llama": 1e-5, "gpt2": 1e-6}
@@ -45,6 +47,31 @@ def test_three_ranks_over_gloo_and_a_checkpoint_of_another_layout(
         last = programs.train("shared_mlp", degrees, "", saved)
         assert len(last["losses"]) == 1
         assert programs.difference(last["state"], wanted["state"]) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_best_degrees_by_stage_are_found_and_train() -> None:
+    """The default plan is the best of all choices, and no slower than a plan of fewer."""
+    cluster = programs.one_fast_two_slow()
+    found = programs.layers(cluster)
+    plan, problem = found.plan, found.costed()
+    assert isinstance(problem, JointProblem) and len({s.tensor_parallel for s in plan.stages}) == 2
+    seconds = plan.prediction.step_seconds
+    assert seconds == pytest.approx(solve_joint_brute(problem).objective, rel=1e-9)
+    others = [found.replan(cluster, constraints={"tp": tp}, cost_model="roofline").plan
+              for tp in (1, 2, 3, "1|2", "2|1")]  # fmt: skip
+    times = [other.prediction.step_seconds for other in others]
+    assert seconds == min(times) < 0.97 * min(times[:3])
+    assert plan.alternatives[0].what == "equal tensor degrees"
+    assert plan.alternatives[0].step_seconds == min(times[:3])
+    # a fixed number of ranks is one of these plans' too, and forbidden decisions are kept to
+    same = found.replan(cluster, constraints={"ranks": 3}, cost_model="roofline").plan
+    assert same.stages == plan.stages
+    equal = found.replan(cluster, constraints={"forbid": "tp=1"}, cost_model="roofline").plan
+    assert len({s.tensor_parallel for s in equal.stages}) == 1
+    wanted = programs.layers("local:1", microbatches=plan.microbatches)
+    assert programs.difference(programs.steps(found), programs.steps(wanted)) < 1e-9
 
 
 def test_each_rank_receives_a_value_once() -> None:

@@ -168,9 +168,10 @@ def scaled_costs(case: PlanningCase, base: Outcome, rng: random.Random) -> Itera
 def reported_decisions(plan: Plan) -> Constraints:
     """Return constraints that fix what a plan reports."""
     stage = plan.stages[0]
+    tensor = [one.tensor_parallel for one in plan.stages]
     given: Constraints = {
         "dp": stage.data_parallel,
-        "tp": stage.tensor_parallel,
+        "tp": "|".join(map(str, tensor)) if len({*tensor}) > 1 else tensor[0],
         "zero": stage.zero,
         "stages": len(plan.firsts),
         "microbatches": plan.microbatches,
@@ -207,6 +208,8 @@ def forbidden_decision(case: PlanningCase, base: Outcome, rng: random.Random) ->
         given = {k: v for k, v in given.items() if k in ("microbatches", "stages")}
     if 1 < len(base.plan.firsts) < len(case.cluster.devices):
         given.pop("stages")  # a gap in the numbers of stages is rejected
+    if isinstance(given["tp"], str):
+        given.pop("tp")  # degrees by stage can only be fixed
     key = rng.choice(sorted(given))
     name = "pp" if key == "stages" else key
     other = attempt(case, forbid=f"{name}={given[key]}")
@@ -228,6 +231,8 @@ def larger_space(case: PlanningCase, base: Outcome, rng: random.Random) -> Itera
         {"stages": 1},
         {"zero": rng.randint(0, 3)},
         {"tp": rng.randint(1, count)},
+        {"tp": rng.choice(("1|2", "2|1", "1|2|1"))},
+        {"offload": "none"},
         {"dp": rng.randint(1, count)},
         {"microbatches": rng.choice((1, 2, 4))},
         {"copies": "none"},
@@ -252,6 +257,17 @@ def larger_space(case: PlanningCase, base: Outcome, rng: random.Random) -> Itera
             raise NothingToCheckError from fault  # axes that the model does not have
         raise
     yield from slower(f"free beside {given}", base, other)
+
+
+def larger_offloads(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterator[str]:
+    """Offloads to choose from are never slower than one of them, or none."""
+    if set(case.constraints) & {"mode", "offload"}:
+        raise NothingToCheckError
+    devices = (replace(one, kind="gpu") for one in case.cluster.devices)
+    mine = dataclasses.replace(case, cluster=with_devices(case.cluster, tuple(devices)))
+    free = attempt(mine, offload="auto")
+    for offload in ("none", rng.choice(("optimizer", "activations", "both"))):
+        yield from slower(f"auto beside {offload}", free, attempt(mine, offload=offload))
 
 
 def whole_space(case: PlanningCase, base: Outcome, rng: random.Random) -> Iterator[str]:
@@ -338,6 +354,7 @@ LAWS: dict[str, Law] = {
     "forbid": forbidden_decision,
     "space": larger_space,
     "schedules": larger_schedules,
+    "offload": larger_offloads,
     "whole": whole_space,
     "bytes": same_bytes,
     "bound": bounds,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from equality_programs import build, double
+from torch import nn
 
 import fxpart
+from fxpart import Cluster, Device, Link
 from fxpart.api import Program
 from fxpart.compat.optimizer_choice import choose
 
@@ -44,6 +47,46 @@ def compiled(name: str, tp: str, microbatches: int = 2, **constraints: Any) -> P
         built.model, f"local:{sum(degrees)}", example_inputs=built.batch, loss=built.loss,
         batch_dims=built.batch_dims, microbatches=microbatches, constraints=given | constraints,
         cost_model="roofline", check="off",
+    )  # fmt: skip
+
+
+class Layers(nn.Module):
+    """Linear layers; the last is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (32, 128, 128, 128, 128, 128, 8)
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def one_fast_two_slow(memory: int = 4000 << 10) -> Cluster:
+    """Three devices of one host, one of which is four times as fast as the others."""
+    return Cluster(
+        name="one fast, two slow",
+        devices=tuple(
+            Device(
+                name=f"h/cpu:{n}", kind="cpu", model=f"c{rate}", host="h", memory=memory,
+                flops={"float32": rate * 1e9, "float64": rate * 1e9}, bandwidth=rate * 2e10,
+                launch=1e-7, source="formula",
+            )
+            for n, rate in enumerate((4, 1, 1))
+        ),
+        links=(Link(source="*", target="*", latency=1e-6, bandwidth=1e10, kind="net"),),
+    )  # fmt: skip
+
+
+def layers(cluster: Cluster | str, **constraints: Any) -> Program:
+    """The layers in float64; without constraints, as the planner shares them."""
+    torch.manual_seed(0)
+    batch = torch.randn(8, 32).double(), torch.randn(8, 8).double()
+    return fxpart.compile(
+        Layers().double(), cluster, example_inputs=batch, loss=nn.MSELoss(),
+        constraints=constraints, cost_model="roofline", check="off",
     )  # fmt: skip
 
 

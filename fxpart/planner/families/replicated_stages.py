@@ -26,7 +26,7 @@ from fxpart.planner.plan_family import ModelContext, PlanSearchResult
 from fxpart.planner.prediction.schedule_change import find_overfull_ranks
 from fxpart.planner.refinement import is_measured, plan_seconds
 from fxpart.planner.replicated_plan_builder import ReplicatedPlanBuilder
-from fxpart.planner.request import with_mesh
+from fxpart.planner.request import list_offloads, with_mesh, with_offload
 from fxpart.planner.sharding_decision import ShardingAssumptions, shard_graph
 from fxpart.planner.stage_bounds import fixed_stages
 from fxpart.pricing.device_groups import group_devices
@@ -176,10 +176,12 @@ def choose_fastest_plan(
         candidates.append((_EQUAL_STAGES, find_equal_stages(_fill_ranks(front))))
     except FxpartError as caught:
         fault = caught
-    candidates += _find_replicas(front, microbatches)
-    for name, indices, part in _split_by_kind(request):
+    for offload in list_offloads(request, training=front.captured.training):
+        part = replace(front, request=with_offload(request, offload))
+        candidates += _find_replicas(part, microbatches)
+    for name, indices, mine in _split_by_kind(request):
         try:
-            made = find_equal_stages(replace(front, request=part))
+            made = find_equal_stages(replace(front, request=mine))
         except FxpartError:
             continue
         plan = _onto_cluster(made.plan, request, indices)
@@ -225,7 +227,11 @@ def _list_meshes(request: PlanRequest, plans: Sequence[Plan]) -> list[PlanReques
         for plan in plans
         if request.open and plan.sharding and plan.stages[0].expert_parallel == 1
     }
-    return [with_mesh(request, mesh, zero, stages) for mesh, zero in meshes]
+    return [
+        with_mesh(request, mesh, zero, stages, offload=offload)
+        for mesh, zero in meshes
+        for offload in list_offloads(request)
+    ]
 
 
 def _fill_ranks(front: PreparedModel) -> PreparedModel:

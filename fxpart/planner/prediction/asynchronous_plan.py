@@ -118,10 +118,13 @@ def describe_staleness(plan: Plan) -> str:
     return f"its forward passes miss up to {units.plural(most, 'update')}"
 
 
-def as_alternative(plan: Plan, other: Plan, why: str = "") -> Alternative:
-    """Return the best plan of another mode as a rejected alternative. why: by default its time."""
+def as_alternative(plan: Plan, other: Plan, why: str = "", what: str = "") -> Alternative:
+    """Return the best plan of another kind as a rejected alternative.
+
+    why: by default its time. what: by default its mode.
+    """
     was, now = (units.seconds(p.prediction.expected_seconds) for p in (plan, other))
-    name = "asynchronous" if other.schedule == ASYNC else "synchronous"
+    name = what or ("asynchronous" if other.schedule == ASYNC else "synchronous")
     return Alternative(
         stages=len(other.stages),
         microbatches=other.microbatches,

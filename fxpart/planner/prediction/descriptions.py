@@ -29,13 +29,16 @@ def find_overfull_stages(evaluation: JointEvaluation) -> list[int]:
 def decisions(problem: JointProblem, choice: JointChoice) -> str:
     """Return the degrees of a choice, "dp8 tp4 zero1"; those of most stages where they differ."""
     used = Counter(degrees(problem, option) for option in choice.options)
-    ((data, tensor, expert, zero, recompute, context, shards), _), *others = used.most_common()
+    ((data, tensor, expert, zero, recompute, context, shards, host), _), *others = (
+        used.most_common()
+    )
     words = [f"dp{data}", f"tp{tensor}"]
     words += [f"cp{context}"] if context > 1 else []
     words += [f"ep{expert}"] if expert > 1 else []
     words += [f"zero{zero}"] if zero else []
     words += [f"shard{shards}"] if shards else []
     words += [f"recompute {recompute}"] if recompute != "none" else []
+    words += [f"offload {host}"] if host != "none" else []
     return " ".join(words) + (f", and {len(others)} other" if others else "")
 
 

@@ -15,6 +15,7 @@ Named = tuple[str, JointChoice]  # description of the difference, and the choice
 # Decisions by their names in descriptions, and their places in Degrees.
 _PLACE: dict[str, int] = {
     "tensor": 1, "expert": 2, "ZeRO": 3, "recompute": 4, "context": 5, "shard degree": 6,
+    "offload": 7,
 }  # fmt: skip
 
 
@@ -107,8 +108,8 @@ def _degree(options: OptionIndex, choice: JointChoice, what: str) -> Iterator[Na
 
 
 def _change(what: str, value: int | str, was: Sequence[str]) -> str:
-    if what == "recompute" and value == "none":
-        return "without recompute"
+    if what in ("recompute", "offload") and value == "none":
+        return f"without {what}"
     if what == "ZeRO" and value == 0:
         return "without ZeRO"
     if what == "shard degree" and value == 0:

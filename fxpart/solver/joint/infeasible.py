@@ -155,7 +155,7 @@ def _certain(problem: JointProblem) -> Iterator[str]:
 
 def _shape(problem: JointProblem, option: int) -> str:
     """Return a description of an option: devices and pool, and values that are not defaults."""
-    data, tensor, expert, zero, recompute, context, shards = degrees(problem, option)
+    data, tensor, expert, zero, recompute, context, shards, offload = degrees(problem, option)
     one = problem.options[option]
     texts = [f"dp={data}", f"tp={tensor}", f"ep={expert}", f"zero={zero}"]
     shown = [w for w, v in zip(texts, (data - 1, tensor - 1, expert - 1, zero), strict=True) if v]
@@ -165,6 +165,8 @@ def _shape(problem: JointProblem, option: int) -> str:
         shown.append(f"cp={context}")
     if recompute != "none":
         shown.append(f"recompute={recompute}")
+    if offload != "none":
+        shown.append(f"offload={offload}")
     count = count_option_devices(problem, one)
     name = problem.pools[one.pool].name
     where = f"each of {count} {name}" if count > 1 else name

@@ -306,6 +306,7 @@ class Degrees(NamedTuple):
     recompute: str
     context: int
     shard_degree: int = 0
+    offload: str = "none"
 
 
 def degrees(problem: JointProblem, option: int) -> Degrees:
@@ -314,7 +315,14 @@ def degrees(problem: JointProblem, option: int) -> Degrees:
     layout = problem.layouts[o.layout]
     tensor = layout.tensor // layout.context
     return Degrees(
-        o.data, tensor, layout.expert, o.zero, o.recompute, layout.context, o.shard_degree
+        o.data,
+        tensor,
+        layout.expert,
+        o.zero,
+        o.recompute,
+        layout.context,
+        o.shard_degree,
+        layout.offload,
     )
 
 

@@ -70,7 +70,8 @@ class ParameterFootprint(_JointStruct, frozen=True, kw_only=True, forbid_unknown
 class ParallelLayout(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How ``tensor`` ranks share each block, and ``expert`` data replicas its experts.
 
-    context: the ranks of ``tensor`` that have parts of the sequences: 1 for none, or all.
+    context: the ranks of ``tensor`` that have parts of the sequences: 1 for none, or all. offload:
+    what is in host memory, whose bytes are in no table.
 
     dense: parameters that every data replica has in full (gradients are reduced over all of them).
     experts: parameters of which each of ``expert`` replicas has a part (reduced over data / expert
@@ -83,6 +84,7 @@ class ParallelLayout(_JointStruct, frozen=True, kw_only=True, forbid_unknown_fie
     tensor: int
     expert: int = 1
     context: int = 1
+    offload: Offload = "none"
     dense: ParameterFootprint
     experts: ParameterFootprint | None = None
     buffer: tuple[int, ...]
@@ -178,9 +180,9 @@ class JointProblem(_JointStruct, frozen=True, kw_only=True, forbid_unknown_field
     can need; an option without one cannot be chosen with that count (nor if data * m exceeds the
     batch). no_cut_after: no stage may end after these blocks; cut_after: a stage must end after
     these. pins: constraints. virtual: stages per rank that "interleaved" may use. uniform: every
-    stage has the same data, tensor and expert degree, ZeRO level and shard degree. stage_tensor:
-    the tensor degree of each stage, if given; all options then have one data degree. weights: the
-    weight mode of "async". worst: all devices and links were priced as the slowest of them.
+    stage has the same data, tensor and expert degree, ZeRO level, shard degree and offload.
+    stage_tensor: the tensor degree of each stage, if given; all options then have one data degree.
+    weights: the weight mode of "async". worst: all devices and links were priced as the slowest.
     offloads: that remedies may name. Bubble and memory of the schedules:
     :mod:`fxpart.solver.schedule_costs`.
     """
