@@ -131,7 +131,7 @@ def _cat(op: Any) -> Maker:
         unit = r.pick([1, 2, 4])
         parts = []
         for _ in range(r.size(1, 3)):
-            shape[dim] = unit * r.size(1, 3)
+            shape[dim] = unit * r.size(0, 3)
             parts.append(r.real(*shape))
         return Example(op, (parts, dim))
 
@@ -149,7 +149,8 @@ def _split(op: Any) -> Maker:
         unit, count = r.size(1, 6), r.size(1, 3)
         shape, dim = r.sizes(2, 2, 5), r.dim(2)
         if "sizes" in op._schema.name:
-            many = [unit * r.size(1, 3) for _ in range(count)]
+            many = [unit * r.size(0, 3) for _ in range(count)]
+            many[0] = many[0] or unit
             shape[dim] = sum(many)
             return Example(op, (r.real(*shape), many, dim))
         rest = 0 if r.yes() else r.size(0, unit - 1)
@@ -168,7 +169,7 @@ def _slice(r: Draw) -> Example:
     first = (start or 0) % (size + 1) if (start or 0) >= 0 else max(start + size, 0)  # type: ignore[operator]
     if end is not None and end <= first:
         end = None
-    if first >= size:
+    if first >= size and r.yes():  # otherwise the result is empty
         start = None
     return Example(ATEN.slice.Tensor, (r.real(*shape), dim, start, end, r.pick([1, 1, 1, 2])))
 
