@@ -292,6 +292,7 @@ def test_every_public_call_is_an_entry_point() -> None:
     """A new method that computes or reads state belongs into the table, or here."""
     others = {
         "close", "record", "zero_grad", "pop_losses", "drain", "is_collective", "note_loaded",
+        "prefetch",
     }  # fmt: skip
     for name in dir(Trainer):
         method = getattr(Trainer, name)
