@@ -309,7 +309,7 @@ def test_what_was_measured_is_what_prices_are_of(tmp_path: Path) -> None:
             cost = model.op(at.op(op), device, backward)
             assert cost.source == "measured", node
             if form_of(node) is not None:
-                # What autograd takes for any backward is subtracted; of a small op nothing may be left.
+                # Less the time of any backward: of a small op nothing may be left.
                 assert cost.seconds >= 0 if backward else cost.seconds > 0
                 other = tuple((n, 4 * ROWS if n == "1" else v) for n, v in at.op(op).attributes)
                 wider = model.op(replace(at.op(op), attributes=other), device, backward)
