@@ -1,7 +1,10 @@
-"""Prove that a branch on an empty selection computes what the graph without branches computes.
+"""Check that branches on empty selections compute what the graph without branches computes.
 
 The first trace has all rows of every mask. Further traces decide branches as if some masks select
-nothing: each must be the graph of the first without the writes of these masks, node for node.
+nothing: each must be the graph of the first without the writes of these masks, node for node. These
+are not all combinations of masks, but all masks, every other one, those in between, and of the
+masks of one tensor, such as those of all experts of a layer, the first one or two, and all but the
+last one or two, so that code that depends on other masks or on their number is found.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from fxpart.capture.row_indices import root
 from fxpart.capture.selected_rows import SelectionRewriter
 from fxpart.compat import defining_nodes
 from fxpart.compiler.effects import is_random, list_written_nodes, packet_name
+
+_HALVES = (1, 2)  # of the combinations: where weights are used by some masks, but not by others
 
 
 class UnprovenBranchError(UnknownOriginError):
@@ -81,7 +86,7 @@ def prove_branches(
 
     Return whether a branch skips weights, which then have no gradient if no rows are selected.
     negated: lines that the trace took as negated. trace: traces again, with a function that decides
-    branches. First all masks select nothing, then every other one, then those in between.
+    branches.
     """
     first = BranchedGraph(exported, branches)
     if first.negated != negated:
@@ -91,11 +96,7 @@ def prove_branches(
     groups: dict[frozenset[Form], int] = {}
     for forms in first.forms:
         groups.setdefault(forms, len(groups))
-    for remainder in (None, 0, 1) if len(groups) > 1 else (None,):
-
-        def chosen(at: int, remainder: int | None = remainder) -> bool:
-            return remainder is None or at % 2 == remainder
-
+    for number, chosen in enumerate(_list_combinations(list(groups))):
         for nested in (True, False):
             order = _Order(branches, [groups[f] for f in first.forms], chosen, nested=nested)
             try:
@@ -104,14 +105,30 @@ def prove_branches(
                 if nested:
                     continue
                 raise UnprovenBranchError from failure
-            empty = [f for forms, at in groups.items() if chosen(at) for f in forms]
+            empty = [f for forms, at in groups.items() if at in chosen for f in forms]
             if _are_equal(first, other, order.met, empty):
                 break
         else:
             raise UnprovenBranchError
-        if remainder is not None or len(groups) == 1:
+        if number in _HALVES or len(groups) == 1:
             skips |= bool(weights - _Lines(other.graph, other.exported, []).weights)
     return skips
+
+
+def _list_combinations(groups: Sequence[frozenset[Form]]) -> list[frozenset[int]]:
+    """Return the groups of masks that select nothing in each trace, all of them first."""
+    layers: dict[object, int] = {}  # number of masks of each tensor
+    places = []
+    for forms in groups:
+        key = frozenset(form[:2] for form in forms)
+        places.append((key, layers.get(key, 0)))
+        layers[key] = places[-1][1] + 1
+    every = range(len(groups))
+    found = [frozenset(every), frozenset(every[::2]), frozenset(every[1::2])]
+    for first in (1, 2, -2, -1):
+        limits = {key: first if first > 0 else count + first for key, count in layers.items()}
+        found.append(frozenset(n for n, (key, at) in enumerate(places) if at < limits[key]))
+    return [chosen for chosen in dict.fromkeys(found) if chosen]
 
 
 def _are_equal(
@@ -154,7 +171,7 @@ class _Order:
         self,
         branches: Sequence[Branch],
         groups: Sequence[int],
-        chosen: Callable[[int], bool],
+        chosen: frozenset[int],
         *,
         nested: bool,
     ) -> None:
@@ -168,12 +185,12 @@ class _Order:
             before = self.nested and element is None and self._is_decided(at)
             if not before and (branch.line, branch.element) == (line, element):
                 self.met.append(at)
-                return self.chosen(self.groups[at])
+                return self.groups[at] in self.chosen
         raise UnprovenBranchError
 
     def _is_decided(self, at: int) -> bool:
         group = self.groups[at]
-        return self.chosen(group) and any(self.groups[met] == group for met in self.met)
+        return group in self.chosen and any(self.groups[met] == group for met in self.met)
 
 
 class _Lines:

@@ -52,8 +52,7 @@ def is_reusable_size(sizes: list[Any], signature: Hashable) -> bool:
 
     A symbol that an op creates itself (such as the number of nonzero entries) differs on each call.
     """
-    symbols = {s for size in sizes if isinstance(size, sympy.Basic) for s in size.free_symbols}
-    return symbols <= _symbols(signature)
+    return _symbols(tuple(sizes)) <= _symbols(signature)
 
 
 def _symbols(item: Hashable) -> set[sympy.Basic]:

@@ -212,8 +212,8 @@ def find_mesh_conflicts(constraints: Constraints, mesh: Mesh) -> list[Problem]:
 def allowed_recompute(constraints: Constraints) -> tuple[Recompute, ...]:
     """Return the modes of activation recomputation that the planner may choose for a stage.
 
-    "none" where weights change between a forward and its backward (asynchronous plans, queues), and
-    for the solver "cp-sat" where it is allowed. Raises FXP202 where the constraints leave none.
+    "none" where weights change between a forward and its backward (asynchronous plans, queues).
+    Raises FXP202 where the constraints leave none.
     """
     found: tuple[Recompute, ...] = RECOMPUTE_MODES
     for constraint in parse_constraints(constraints):
@@ -230,9 +230,7 @@ def allowed_recompute(constraints: Constraints) -> tuple[Recompute, ...]:
         )
     if offloads_activations(offload_of(constraints)):
         found = tuple(mode for mode in found if mode != "selective")
-    if mode_of(constraints) in (ASYNC, QUEUE):
-        return ("none",)
-    return ("none",) if constraints.get("solver") == "cp-sat" and "none" in found else found
+    return ("none",) if mode_of(constraints) in (ASYNC, QUEUE) else found
 
 
 def list_fixed(constraints: Constraints, key: str) -> tuple[int, ...]:

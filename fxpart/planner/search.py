@@ -154,13 +154,7 @@ def _price_by_estimate(pricer: MeshPricer, proposals: Sequence[SourcedProposal])
     seconds: dict[SourcedProposal, float] = {}
 
     def attempt(one: SourcedProposal, every: bool) -> None:
-        fixed = with_mesh(
-            request,
-            one.mesh.mesh,
-            one.mesh.zero,
-            experts=one.mesh.experts,
-            offload=one.mesh.offload,
-        )
+        fixed = _fix_mesh(request, one.mesh)
         known = min(map(step_time, found), default=inf)
         try:
             with log_phase(f"lower and price {_describe(one.mesh)}", logging.DEBUG):
@@ -204,8 +198,8 @@ def _price_by_ideal(pricer: MeshPricer, proposals: Sequence[SourcedProposal]) ->
     problems: list[Problem] = []
     prices: list[tuple[IdealPrice, PlanRequest, list[SourcedProposal]]] = []
     slower: dict[SourcedProposal, float] = {}
-    for (mesh, zero, experts, offload), members in groups.items():
-        fixed = with_mesh(request, mesh, zero, experts=experts, offload=offload)
+    for members in groups.values():
+        fixed = _fix_mesh(request, members[0].mesh)
         known = min((price.seconds for price, *_ in prices), default=inf)
         if known * _IDEAL_REACH <= members[0].mesh.expected_seconds:
             break
@@ -312,6 +306,11 @@ def _count_tries(front: PreparedModel, proposals: Sequence[SourcedProposal]) -> 
 def _key(one: SourcedProposal) -> tuple[str, int, bool, str]:
     """Return what distinguishes the meshes that are priced."""
     return one.mesh.mesh, one.mesh.zero, one.mesh.experts, one.mesh.offload
+
+
+def _fix_mesh(request: PlanRequest, one: MeshProposal) -> PlanRequest:
+    """Return the request with the mesh of a proposal."""
+    return with_mesh(request, one.mesh, one.zero, experts=one.experts, offload=one.offload)
 
 
 def _describe(one: MeshProposal) -> str:

@@ -22,7 +22,7 @@ from fxpart.compiler.collective_calls import (
 )
 from fxpart.compiler.graph_edit import describe_node, fake_mode, value
 from fxpart.compiler.observation_cache import get_observations, is_reusable_size
-from fxpart.compiler.size_symbols import expression, fold
+from fxpart.compiler.size_symbols import UnsupportedExpressionError, expression, fold
 from fxpart.compiler.tensor_sizes import tensors
 from fxpart.errors import error
 from fxpart.rng import seeded
@@ -38,7 +38,6 @@ class FakeCallRunner:
         self.mesh, self.mesh_rank = mesh, mesh_rank
         self._alike: dict[Hashable, torch.Tensor] = {}
         self._results: dict[Hashable, Any] = {}
-        self._kept: list[Any] = []  # keeps objects alive whose ids are in keys
         self._known = get_observations(self.mode)
         self._symbols: dict[sympy.Symbol, torch.SymInt] = {}
         for node in graph.nodes:
@@ -74,22 +73,25 @@ class FakeCallRunner:
         whole: the value in the global graph; sizes that are symbolic there must stay symbolic.
         """
         args, kwargs = fx.node.map_arg((_unnumbered(node), dict(node.kwargs)), value)
-        key = (node.target, _describe(args), _describe(kwargs))
-        if key not in self._results:
-            self._kept.append((args, kwargs))
-            self._results[key] = self._shared(self._find(node, args, kwargs, whole))
-        return self._results[key]
-
-    def _find(self, node: fx.Node, args: Any, kwargs: Any, whole: Any) -> Any:
-        """Return the result of a call, from an equal call of another graph if there is one."""
         ranks = (self.mesh, self.mesh_rank) if is_collective(node.target) else ()
         signature = ("result", node.target, ranks, *map(_record, (args, kwargs, whole)))
-        if signature in self._known:
+        if signature not in self._results:
+            found = self._find_known(signature)
+            if found is None:
+                found = self._run(node, args, kwargs, whole)
+                if _is_reusable(found, signature):
+                    self._known[signature] = _record(found)
+            self._results[signature] = self._shared(found)
+        return self._results[signature]
+
+    def _find_known(self, signature: Hashable) -> Any:
+        """Return the result of an equal call of another graph; None if there is none."""
+        if signature not in self._known:
+            return None
+        try:
             return self._restore(self._known[signature])
-        found = self._run(node, args, kwargs, whole)
-        if _is_plain(found) and is_reusable_size(_record_sizes(found), signature):
-            self._known[signature] = _record(found)
-        return found
+        except (KeyError, UnsupportedExpressionError):  # a size that no value here has alone
+            return None
 
     def _restore(self, record: Any) -> Any:
         """Return the value of a record; tensors like those that are known."""
@@ -191,21 +193,8 @@ def _unnumbered(node: fx.Node) -> tuple[Any, ...]:
     return tuple(args)
 
 
-def _describe(item: Any) -> Hashable:
-    """Return a key that is equal for equal arguments; equal tensors are one object."""
-    if isinstance(item, torch.Tensor):
-        return ("tensor", id(item))
-    if isinstance(item, (list, tuple)):
-        return (type(item).__name__, *(_describe(part) for part in item))
-    if isinstance(item, dict):
-        return tuple((name, _describe(part)) for name, part in item.items())
-    if isinstance(item, torch.SymInt):
-        return ("size", expression(item))
-    return (type(item).__name__, str(item))
-
-
 def _record(item: Any) -> tuple[Any, ...]:
-    """Return what distinguishes a value from others of any graph, and describes it."""
+    """Return what an abstract value is, equal for equal values of all graphs."""
     if isinstance(item, torch.Tensor):
         shape, strides = (tuple(map(expression, each)) for each in (item.shape, item.stride()))
         return ("tensor", shape, strides, item.dtype, item.device)
@@ -218,22 +207,18 @@ def _record(item: Any) -> tuple[Any, ...]:
     return (type(item).__name__, str(item))
 
 
+def _is_reusable(held: Any, signature: Hashable) -> bool:
+    """Return whether a result is equal in any graph: tensors and sizes of known symbols."""
+    return _is_plain(held) and is_reusable_size([_record(held)], signature)
+
+
 def _is_plain(held: Any) -> bool:
-    """Return whether :meth:`FakeCallRunner._restore` makes an equal value from the record."""
+    """Return whether a result has only tensors and symbolic sizes; numbers may be of data."""
     if isinstance(held, torch.Tensor):
         return held.layout is torch.strided
-    if isinstance(held, (list, tuple)):
-        return type(held) in (list, tuple) and all(map(_is_plain, held))
-    return isinstance(held, torch.SymInt) or type(held) is int
-
-
-def _record_sizes(held: Any) -> list[Any]:
-    """Return the sizes in the record of a value, as numbers or expressions."""
-    if isinstance(held, torch.Tensor):
-        return [*map(expression, (*held.shape, *held.stride()))]
-    if isinstance(held, (list, tuple)):
-        return [size for part in held for size in _record_sizes(part)]
-    return [expression(held)]
+    if type(held) in (list, tuple):
+        return all(map(_is_plain, held))
+    return isinstance(held, torch.SymInt)
 
 
 def _sizes(held: Any) -> list[torch.SymInt]:

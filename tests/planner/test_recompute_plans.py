@@ -196,6 +196,18 @@ def test_offload_is_named_where_memory_is_short() -> None:
         program().replan(few, constraints={**free, "offload": "optimizer"})
 
 
+@pytest.mark.slow
+def test_both_solvers_recompute_where_memory_is_short() -> None:
+    whole = program().replan(cluster(2), constraints=FIXED).plan
+    small = cluster(2, int(needs(whole) * 0.75))
+    found, other = (
+        program().replan(small, constraints={**FIXED, "offload": "none", **more}).plan
+        for more in ({}, {"solver": "cp-sat"})
+    )
+    assert any(stage.recompute != "none" for stage in found.stages)
+    assert other.prediction.step_seconds == pytest.approx(found.prediction.step_seconds, rel=1e-6)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("given", [{}, FIXED, {"mesh": "dp=2", "zero": 1}])
 def test_offloads_compete_by_their_seconds(given: dict[str, Any]) -> None:
